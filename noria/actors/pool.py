@@ -1,0 +1,117 @@
+"""The actors of one process: bounded concurrency over many runs, counters, and an orderly end.
+
+Deliberately not here: which group to play next. That is the loop's, and it stays the caller's to put the outcome into the buffer, or to drop it.
+"""
+
+import asyncio
+from collections import Counter
+from collections.abc import Coroutine
+from dataclasses import dataclass
+from itertools import count
+from typing import Any, TypeVar, final
+
+from noria.actors.evaluation import EvaluationResult, evaluate
+from noria.actors.group import EpisodeFailure, GroupOutcome, run_group
+from noria.actors.rules import EpisodeRules, Seams
+from noria.actors.threads import AbandonableThreads
+from noria.errors import StageStoppedError
+from noria.protocols import Clock, Lease, Sampler, Spans, Tokenizer
+from noria.types import Task
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class PoolCounts:
+    """num_playing: episodes under way. num_finished: episodes that succeeded. num_retries: tries that failed and were repeated.
+
+    failures: episodes failed for good, by error code. num_hung: environment calls that were given up and still run.
+    """
+
+    num_playing: int
+    num_finished: int
+    num_retries: int
+    failures: dict[str, int]
+    num_hung: int
+
+
+@final
+class ActorPool:
+    """Plays groups and evaluations. All state belongs to the event loop that calls it."""
+
+    def __init__(self, sampler: Sampler, tokenizer: Tokenizer, clock: Clock, spans: Spans, *, max_episodes: int = 256) -> None:
+        """max_episodes: played at once, over all runs; also the most threads that environments may use. >= 1."""
+        self._threads = AbandonableThreads(max_episodes)
+        self._seams = Seams(sampler, tokenizer, clock, spans, self._threads)
+        self._room = _Room(max_episodes, spans)
+        self._work: set[asyncio.Task[Any]] = set()
+        self._names = count()
+        self._is_closed = False
+        self._num_finished = 0
+        self._num_retries = 0
+        self._failures: Counter[str] = Counter()
+
+    async def play_group(self, rules: EpisodeRules, lease: Lease, *, group_size: int, episode_tries: int) -> GroupOutcome:
+        """Play the leased group. Raises as `run_group`, and StageStoppedError when the pool is or gets closed."""
+        outcome = await self._track(run_group(self._seams, rules, lease, group_size=group_size, episode_tries=episode_tries, room=self._room))
+        self._count(group_size - len(outcome.failures), outcome.failures)
+        self._num_retries += outcome.num_retries
+        return outcome
+
+    async def evaluate(self, rules: EpisodeRules, tasks: list[Task], *, version: int, tries: int = 3) -> EvaluationResult:
+        """Play held-out tasks greedily at `version`. Raises as `evaluate`, and StageStoppedError when the pool is or gets closed."""
+        name = f"{rules.run_id}/evaluation-{next(self._names)}"
+        work = evaluate(self._seams, rules, tasks, version=version, name=name, tries=tries, room=self._room)
+        result = await self._track(work)
+        self._count(len(tasks) - result.num_failed, result.failures)
+        return result
+
+    def counts(self) -> PoolCounts:
+        """The counters now."""
+        return PoolCounts(self._room.num_inside, self._num_finished, self._num_retries, dict(self._failures), self._threads.num_hung)
+
+    async def close(self) -> None:
+        """Refuse new work, cancel what is under way, wait until it has let go, and give the threads up. Idempotent."""
+        self._is_closed = True
+        for task in self._work:
+            task.cancel()
+        await asyncio.gather(*self._work, return_exceptions=True)
+        self._threads.shutdown()
+
+    def _count(self, num_finished: int, failures: tuple[EpisodeFailure, ...]) -> None:
+        self._num_finished += num_finished
+        self._failures.update(failure.code for failure in failures)
+
+    async def _track(self, work: Coroutine[Any, Any, T]) -> T:
+        if self._is_closed:
+            work.close()
+            raise StageStoppedError("the actors are shutting down; no more episodes are played")
+        task = asyncio.create_task(work)
+        self._work.add(task)
+        task.add_done_callback(self._work.discard)
+        try:
+            return await task
+        except asyncio.CancelledError:
+            caller = asyncio.current_task()
+            if self._is_closed and caller is not None and not caller.cancelling():
+                raise StageStoppedError("the actors were shut down while this was played") from None
+            raise
+
+
+@final
+class _Room:
+    """Room for so many episodes, first come, first served; entering waits, and the wait is a span."""
+
+    def __init__(self, size: int, spans: Spans) -> None:
+        self._free = asyncio.Semaphore(size)
+        self._spans = spans
+        self.num_inside = 0
+
+    async def __aenter__(self) -> None:
+        with self._spans.span("actor", "room", is_wait=True):
+            await self._free.acquire()
+        self.num_inside += 1
+
+    async def __aexit__(self, *error: object) -> None:
+        self.num_inside -= 1
+        self._free.release()

@@ -1,0 +1,212 @@
+"""Run and server configuration: frozen pydantic models with a doc line per field, and their TOML files.
+
+Unknown keys are errors that name the nearest key. This is the only reader of os.environ.
+"""
+
+import difflib
+import os
+import tomllib
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from noria.errors import ConfigError
+from noria.types import LoraSpec, LossSpec, OptimizerSpec
+
+ModelT = TypeVar("ModelT", bound=BaseModel)
+
+
+class _Config(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class DeadlinesConfig(_Config):
+    """Deadline of every wait, in seconds: the one table (design section 8)."""
+
+    reset_s: float = Field(60, gt=0, description="environment reset")
+    step_s: float = Field(120, gt=0, description="environment step, reward included")
+    episode_s: float = Field(1800, gt=0, description="one episode, sampling included; also the group's deadline, times the tries")
+    sample_s: float = Field(600, gt=0, description="one sample request, queueing included")
+    publish_s: float = Field(60, gt=0, description="publish and its proof")
+    drain_s: float = Field(60, gt=0, description="orderly stop")
+
+
+class EnvironmentConfig(_Config):
+    """Which environment, and its settings."""
+
+    name: str = Field(description='a built-in name, or "file.py:Class", resolved only in the actors')
+    settings: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of the environment")
+
+
+class AlgorithmConfig(_Config):
+    """Loss, batch shape and staleness."""
+
+    group_size: int = Field(8, ge=2, description="episodes per group")
+    groups_per_batch: int = Field(4, ge=1, description="groups per optimizer step")
+    steps: int = Field(ge=1, description="optimizer steps of the run")
+    max_staleness: int = Field(1, ge=0, description="largest (learner version - oldest version that sampled a token of the group) at its training")
+    advantage: Literal["mean", "mean_std", "leave_one_out"] = Field("mean_std", description="group baseline and scale")
+    zero_signal: Literal["skip", "train"] = Field("skip", description="groups whose rewards are all equal: settle untrained, or train")
+    truncated: Literal["mask", "penalize", "keep"] = Field("mask", description="episodes cut by max_tokens: no entries, reward 0, or as they are")
+    denominator: Literal["tokens", "episodes", "groups", "none"] = Field("tokens", description="global normalization of a batch's loss")
+    clip_low: float = Field(0.2, ge=0, description="lower clip distance of the proximal ratio")
+    clip_high: float = Field(0.28, ge=0, description="upper clip distance of the proximal ratio")
+    tis_cap: float = Field(2.0, gt=0, description="cap of the truncated importance weight exp(learner - behavior)")
+    sequence_mask_c: float = Field(1.2, ge=0, description="mask episodes whose geometric mean ratio leaves [1/c, c]; 0 = off")
+
+    @property
+    def loss(self) -> LossSpec:
+        """The loss as the learner takes it."""
+        return LossSpec(self.clip_low, self.clip_high, self.tis_cap, self.sequence_mask_c)
+
+    @property
+    def num_places(self) -> int:
+        """Groups that may be between admission and settlement (design section 8)."""
+        return (self.max_staleness + 1) * self.groups_per_batch
+
+
+class AdapterConfig(_Config):
+    """LoRA shape and its optimizer."""
+
+    rank: int = Field(8, ge=1, description="LoRA rank")
+    alpha: float = Field(16.0, gt=0, description="the delta is scaled by alpha / rank")
+    train_attn: bool = Field(True, description="adapt q, k, v, o")
+    train_mlp: bool = Field(True, description="adapt gate, up, down")
+    learning_rate: float = Field(5e-4, gt=0, description="AdamW rate; LoRA wants about ten times the full fine-tuning rate")
+    beta1: float = Field(0.9, ge=0, lt=1, description="AdamW first moment")
+    beta2: float = Field(0.95, ge=0, lt=1, description="AdamW second moment; short runs want less than 0.999")
+    eps: float = Field(1e-8, gt=0, description="AdamW epsilon")
+    weight_decay: float = Field(0.0, ge=0, description="decoupled weight decay")
+    grad_clip_norm: float = Field(1.0, ge=0, description="clip the run's gradient to this norm; 0 = off")
+    warmup_steps: int = Field(0, ge=0, description="linear warm-up steps")
+
+    @property
+    def lora(self) -> LoraSpec:
+        """The adapter's shape as model and learner take it."""
+        return LoraSpec(self.rank, self.alpha, self.train_attn, self.train_mlp)
+
+    @property
+    def optimizer(self) -> OptimizerSpec:
+        """The optimizer as the learner takes it."""
+        return OptimizerSpec(self.learning_rate, self.beta1, self.beta2, self.eps, self.weight_decay, self.grad_clip_norm, self.warmup_steps)
+
+
+class SamplingConfig(_Config):
+    """How the policy acts."""
+
+    max_tokens: int = Field(64, ge=1, description="per turn")
+    temperature: float = Field(1.0, gt=0, description="of training episodes; evaluation is greedy")
+    stop: tuple[str, ...] = Field((), strict=False, description="texts that are one token each and end a turn, beside the end-of-text token")
+
+
+class ActorsConfig(_Config):
+    """The run's actors."""
+
+    max_turns: int = Field(1, ge=1, description="turns per episode; an episode that needs more is truncated")
+    episode_tries: int = Field(3, ge=1, description="attempts per episode before it is recorded as failed")
+    task_tries: int = Field(3, ge=1, description="failed groups of a task before the task is quarantined")
+
+
+class EvaluationConfig(_Config):
+    """Held-out greedy evaluation."""
+
+    num_tasks: int = Field(64, ge=0, description="held-out tasks; 0 = no evaluation")
+    every: int = Field(0, ge=0, description="also every n versions; 0 = only before and after")
+
+
+class RunConfig(_Config):
+    """One training run: one tenant, one base, one adapter, one loss."""
+
+    name: str = Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,63}$", description="unique within its server")
+    tenant: str = Field("local", pattern=r"^[a-z0-9][a-z0-9._-]{0,63}$", description="who owns and pays for it")
+    base: str = Field("smollm2-135m", description="resident base model")
+    seed: int = Field(0, ge=0, lt=2**31, description="of the task order and of every random key")
+    weight: float = Field(1.0, gt=0, description="fair-share weight of the tenant")
+    environment: EnvironmentConfig
+    algorithm: AlgorithmConfig
+    adapter: AdapterConfig = AdapterConfig()
+    sampling: SamplingConfig = SamplingConfig()
+    actors: ActorsConfig = ActorsConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    deadlines: DeadlinesConfig = DeadlinesConfig()
+
+
+class SamplerConfig(_Config):
+    """Static sizes of the sampler."""
+
+    num_lanes: int = Field(64, ge=8, multiple_of=8, description="largest decode width; lanes come in tiles of 8 of one run")
+    num_pages: int = Field(1024, ge=2, description="KV pages of 16 positions in the pool")
+    max_context: int = Field(1024, ge=32, multiple_of=32, description="longest prompt plus completion served")
+    steps_per_dispatch: int = Field(4, ge=1, description="most decode steps of one dispatch")
+    num_slots: int = Field(8, ge=2, description="adapter versions resident at once; slot 0 is the base")
+
+
+class LearnerConfig(_Config):
+    """Static sizes of the learner."""
+
+    max_positions: int = Field(1024, ge=64, multiple_of=64, description="largest microbatch axis T")
+    num_slots: int = Field(8, ge=1, description="runs resident at once")
+    max_rank: int = Field(16, ge=1, description="the rank class: smaller ranks are padded with zeros and masked")
+
+
+class ServerConfig(_Config):
+    """One server: one base, one sampler, one learner."""
+
+    state_dir: str = Field(".noria", description="folder of the database, adapters and reports")
+    base: str = Field("smollm2-135m", description="resident base model")
+    sampler: SamplerConfig = SamplerConfig()
+    learner: LearnerConfig = LearnerConfig()
+    sampler_share: float = Field(0.5, gt=0, lt=1, description="device share of the sampler when both stages want a shared device")
+    keep_versions: int = Field(2, ge=1, description="committed versions of a run kept on disk, the newest always")
+
+
+def load_toml(path: Path, model: type[ModelT]) -> ModelT:
+    """Read a TOML file into a configuration model.
+
+    Raises ConfigError: no such file, not TOML, an unknown key (with the nearest known one), a wrong type or range.
+    """
+    try:
+        data = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror or error}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}") from error
+    return parse(data, model, source=str(path))
+
+
+def parse(data: dict[str, Any], model: type[ModelT], *, source: str) -> ModelT:
+    """Validate plain data as `model`; `source` names its origin in errors. Raises ConfigError."""
+    try:
+        return model.model_validate(data)
+    except ValidationError as error:
+        problems = "; ".join(_explain(model, item["loc"], item["type"], item["msg"], item.get("input")) for item in error.errors())
+        raise ConfigError(f"{source}: {problems}") from error
+
+
+def _explain(model: type[BaseModel], loc: tuple[int | str, ...], kind: str, message: str, value: Any) -> str:
+    where = ".".join(str(part) for part in loc)
+    if kind != "extra_forbidden":
+        return f"{where}: {message}" + ("" if kind == "missing" else f" (got {value!r})")
+    known = _fields_at(model, loc[:-1])
+    close = difflib.get_close_matches(str(loc[-1]), known, n=1, cutoff=0.0)
+    hint = f"did you mean {close[0]!r}?" if close else f"known keys: {', '.join(known)}"
+    return f"unknown key {where!r}; {hint}"
+
+
+def _fields_at(model: type[BaseModel], loc: tuple[int | str, ...]) -> list[str]:
+    for part in loc:
+        field = model.model_fields.get(str(part))
+        inner = field.annotation if field else None
+        if not (isinstance(inner, type) and issubclass(inner, BaseModel)):
+            return []
+        model = inner
+    return list(model.model_fields)
+
+
+def cache_dir() -> Path:
+    """Folder for compiled programs and dequantized weights: $NORIA_CACHE_DIR, else $XDG_CACHE_HOME/noria, else ~/.cache/noria."""
+    explicit = os.environ.get("NORIA_CACHE_DIR")
+    if explicit:
+        return Path(explicit)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "noria"

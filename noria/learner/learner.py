@@ -1,0 +1,377 @@
+"""The learner: continuous training batching of many runs on one resident base.
+
+    train(run, pieces) ──▶ inbox ──▶ jobs ──plan──▶ microbatch ──▶ score ──▶ cotangents ──▶ pull ──▶ ... ──▶ optimizer step of one run
+                                       (pieces of whichever runs are ready)        (one device dispatch per `step`)
+
+Each fixed-shape microbatch is filled with the pieces of whichever runs are ready; a run's optimizer step fires when its own batch is complete, and
+no run waits for another's batch. A run's pieces are executed in their canonical order, so its result does not depend on its neighbours.
+The learner deliberately neither commits nor publishes: it hands the new state to whoever called `train`, and starts no further batch of that run
+until it is given one.
+"""
+
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from noria.config import LearnerConfig
+from noria.errors import GradientNotFiniteError, InvalidRequestError, SlotsExhaustedError, StageStoppedError, StateConflictError
+from noria.learner.optimizer import Hyperparameters, SlotState, apply_step, empty_state, hyperparameters, load_slot, read_slot
+from noria.learner.queue import FairOrder
+from noria.learner.step import Arrays, Residuals, loss_cotangents, loss_inputs, pull, score, to_device
+from noria.model.config import ModelConfig
+from noria.model.lora import AdapterState
+from noria.protocols import Clock, Spans
+from noria.rl.losses import LossMetrics, LossTable, loss_table, run_metrics
+from noria.rl.packing import MicrobatchPlan, ReadyRun, pack, plan_microbatch, shapes_up_to
+from noria.types import TILE, Entries, FloatArray, Ids, LoraSpec, LossSpec, OptimizerSpec, Piece
+
+_SCORED_RUN = "(score)"
+
+
+@dataclass(frozen=True, slots=True)
+class RunSpec:
+    """What the learner knows of a run. weight: its fair share relative to other runs."""
+
+    run_id: str
+    lora: LoraSpec
+    optimizer: OptimizerSpec
+    loss: LossSpec
+    weight: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """One optimizer step. state: the run's new state on the host. metrics: of the loss, additive ones already divided by their counts.
+
+    num_positions, num_entries: of the run's own pieces. device_s: device seconds of its microbatches (shared ones by tiles) and its optimizer step.
+    """
+
+    run_id: str
+    state: AdapterState
+    grad_norm: float
+    metrics: Mapping[str, float]
+    num_positions: int
+    num_entries: int
+    device_s: float
+
+
+@dataclass(slots=True)
+class _Run:
+    spec: RunSpec
+    slot: int
+    hyper: Hyperparameters
+
+
+@dataclass(slots=True)
+class _Job:
+    """A run's batch: pieces before `next_piece` are planned, those before `num_pulled` have added their gradient."""
+
+    run: _Run
+    pieces: Sequence[Piece]
+    future: "Future[StepResult]"
+    next_piece: int = 0
+    num_pulled: int = 0
+    device_s: float = 0.0
+    sums: LossMetrics | None = None
+
+    @property
+    def num_positions(self) -> int:
+        return sum(len(piece.ids_T) for piece in self.pieces)
+
+
+@dataclass(slots=True)
+class _Scored:
+    """A microbatch between score and pull."""
+
+    plan: MicrobatchPlan
+    arrays: Arrays
+    residuals: Residuals
+    cotangent_M: jax.Array
+
+
+@final
+class Learner:
+    """Owner of all trainable state. `load_run`, `unload_run`, `train`, `score_ids`: any thread. `has_work`, `step`, `fail`: the device thread.
+
+    wake: called after work has arrived. max_stall_s: the longest dispatch that the planner aims for, by the measured seconds per position.
+    """
+
+    def __init__(
+        self,
+        params: Mapping[str, Any],
+        config: ModelConfig,
+        settings: LearnerConfig,
+        *,
+        spans: Spans,
+        clock: Clock,
+        wake: Callable[[], None],
+        max_stall_s: float,
+    ) -> None:
+        self._params, self._config, self._settings = params, config, settings
+        self._spans, self._clock, self._wake, self._max_stall_s = spans, clock, wake, max_stall_s
+        self._shapes = shapes_up_to(settings.max_positions)
+        self._state: SlotState = empty_state(config, settings.num_slots, settings.max_rank)
+        self._scale_A = np.zeros(settings.num_slots, np.float32)
+        self._runs: dict[str, _Run] = {}
+        self._free_slots = list(range(settings.num_slots))
+        self._jobs: dict[str, _Job] = {}
+        self._fair = FairOrder()
+        self._scored: _Scored | None = None
+        self._losses: LossTable = loss_table({}, settings.num_slots)
+        self._seconds_per_position = 0.0
+        self._seen_shapes: set[int] = set()
+        self._lock = threading.Lock()
+        self._inbox: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
+        self._failure: BaseException | None = None
+        self.num_microbatches = 0
+        self.positions_useful = 0
+        self.positions_dispatched = 0
+
+    # ---- any thread -------------------------------------------------------------------------------------------------------------------
+
+    def load_run(self, spec: RunSpec, state: AdapterState) -> "Future[None]":
+        """Give a run a slot and its state. The future raises SlotsExhaustedError, StateConflictError (loaded already, rank above the class)."""
+        return self._post(lambda: self._load(spec, state))
+
+    def unload_run(self, run_id: str) -> "Future[None]":
+        """Free the run's slot; a batch of it that is under way is given up (its future raises StageStoppedError)."""
+        return self._post(lambda: self._unload(run_id))
+
+    def train(self, run_id: str, pieces: Sequence[Piece]) -> "Future[StepResult]":
+        """One optimizer step on a batch cut into pieces (`rl.packing.cut`).
+
+        The future raises InvalidRequestError (no entries), StateConflictError (unknown run, or its previous batch is unfinished),
+        GradientNotFiniteError (the adapter stays as it was), StageStoppedError.
+        """
+        future: Future[StepResult] = Future()
+        self._post(lambda: self._submit(run_id, pieces, future), future)
+        return future
+
+    def score_ids(self, run_id: str, ids: Ids) -> "Future[FloatArray]":
+        """learner_logprobs of ids[1:] given what precedes each, temperature 1, by the run's current adapter: float32 [len(ids) - 1]."""
+        return self._post(lambda: self._score_ids(run_id, ids))
+
+    def has_work(self) -> bool:
+        """Whether `step` would do something."""
+        return bool(self._inbox or self._jobs or self._scored)
+
+    # ---- the device thread ------------------------------------------------------------------------------------------------------------
+
+    def step(self) -> bool:
+        """One device dispatch: the pull of a scored microbatch, an optimizer step that is due, or the score of the next microbatch."""
+        did_work = self._drain_inbox()
+        if self._scored is not None:
+            self._pull(self._scored)
+        elif due := next((job for job in self._jobs.values() if job.num_pulled == len(job.pieces)), None):
+            self._optimize(due)
+        elif self._jobs:
+            self._score()
+        else:
+            return did_work
+        return True
+
+    def fail(self, error: BaseException) -> None:
+        """Fail all work, now and later, with StageStoppedError from `error`."""
+        with self._lock:
+            self._failure = error
+            waiting: list[Future[Any]] = [future for _, future in self._inbox] + [job.future for job in self._jobs.values()]
+            self._inbox.clear()
+        self._jobs.clear()
+        self._scored = None
+        for future in waiting:
+            _fail_future(future, self._stopped())
+
+    def _stopped(self) -> StageStoppedError:
+        stopped = StageStoppedError(f"the learner has stopped: {self._failure}")
+        stopped.__cause__ = self._failure
+        return stopped
+
+    def _post(self, command: Callable[[], Any], future: "Future[Any] | None" = None) -> "Future[Any]":
+        future = Future() if future is None else future
+        with self._lock:
+            if self._failure is not None:
+                future.set_exception(self._stopped())
+                return future
+            self._inbox.append((command, future))
+        self._wake()
+        return future
+
+    def _drain_inbox(self) -> bool:
+        """Run posted commands. A command that returns NotImplemented settles its future itself, later."""
+        did_work = False
+        while True:
+            with self._lock:
+                if not self._inbox:
+                    return did_work
+                command, future = self._inbox.popleft()
+            did_work = True
+            try:
+                result = command()
+            except (InvalidRequestError, SlotsExhaustedError, StateConflictError) as error:
+                _fail_future(future, error)
+            else:
+                if result is not NotImplemented and not future.done():
+                    future.set_result(result)
+
+    def _load(self, spec: RunSpec, state: AdapterState) -> None:
+        if spec.run_id in self._runs:
+            raise StateConflictError(f"run {spec.run_id} is loaded already")
+        if spec.lora.rank > self._settings.max_rank:
+            raise StateConflictError(
+                f"run {spec.run_id} has rank {spec.lora.rank}, this server's class is {self._settings.max_rank}: raise learner.max_rank"
+            )
+        if not self._free_slots:
+            raise SlotsExhaustedError(f"all {self._settings.num_slots} learner slots are taken: raise learner.num_slots or stop a run")
+        slot = self._free_slots.pop(0)
+        self._state = load_slot(self._state, slot, state)
+        self._scale_A[slot] = spec.lora.alpha / spec.lora.rank
+        self._runs[spec.run_id] = _Run(spec, slot, hyperparameters(spec.optimizer))
+        self._losses = loss_table({run.slot: run.spec.loss for run in self._runs.values()}, self._settings.num_slots)
+
+    def _unload(self, run_id: str) -> None:
+        run = self._runs.pop(run_id, None)
+        if run is None:
+            return
+        job = self._jobs.pop(run_id, None)
+        self._fair.forget(run_id)
+        if job is not None:
+            _fail_future(job.future, StageStoppedError(f"run {run_id} was stopped"))
+        if self._scored is not None and any(p.run_id == run_id for p in self._scored.plan.pieces):
+            self._pull(self._scored)  # the other runs' parts count; what it adds to this slot is cleared when the slot is loaded again
+        self._free_slots.append(run.slot)
+
+    def _submit(self, run_id: str, pieces: Sequence[Piece], future: "Future[StepResult]") -> Any:
+        run = self._run(run_id)
+        if run_id in self._jobs:
+            raise StateConflictError(f"run {run_id} has an unfinished batch")
+        if not any(len(piece.entries) for piece in pieces):
+            raise InvalidRequestError(f"run {run_id} submitted a batch without a single trained token")
+        self._jobs[run_id] = _Job(run, pieces, future)
+        self._fair.activate(run_id, run.spec.weight)
+        return NotImplemented
+
+    def _run(self, run_id: str) -> _Run:
+        run = self._runs.get(run_id)
+        if run is None:
+            raise StateConflictError(f"run {run_id} is not loaded")
+        return run
+
+    def _score_ids(self, run_id: str, ids: Ids) -> FloatArray:
+        run = self._run(run_id)
+        piece = _sequence(ids)
+        plan = plan_microbatch([ReadyRun(_SCORED_RUN, run.slot, [piece])], self._shapes, 0)
+        outputs, _ = score(self._params, self._state.params, jnp.asarray(self._scale_A), to_device(pack(plan)), self._config)
+        return np.asarray(outputs.learner_logprobs_M)[: len(piece.entries)]
+
+    def _score(self) -> None:
+        plan = self._plan()
+        start = self._clock.now()
+        with self._spans.span("learner", "score", _owners(plan)):
+            microbatch = pack(plan)
+            arrays = to_device(microbatch)
+            outputs, residuals = score(self._params, self._state.params, jnp.asarray(self._scale_A), arrays, self._config)
+            cotangent_M, sums = loss_cotangents(outputs, loss_inputs(microbatch), self._losses)
+            sums_A = jax.tree.map(np.asarray, sums)
+        self._scored = _Scored(plan, arrays, residuals, cotangent_M)
+        self._account(plan, self._clock.now() - start, sums_A)
+
+    def _plan(self) -> MicrobatchPlan:
+        waiting = [run_id for run_id, job in self._jobs.items() if job.next_piece < len(job.pieces)]
+        jobs = [self._jobs[run_id] for run_id in self._fair.order(waiting)]
+        limit = self._settings.max_positions
+        if self._seconds_per_position > 0:
+            limit = min(limit, int(self._max_stall_s / self._seconds_per_position))
+        ready = [ReadyRun(job.run.spec.run_id, job.run.slot, job.pieces, job.next_piece) for job in jobs]
+        return plan_microbatch(ready, self._shapes, limit)
+
+    def _account(self, plan: MicrobatchPlan, seconds: float, sums_A: LossMetrics) -> None:
+        self.num_microbatches += 1
+        self.positions_useful += plan.num_positions
+        self.positions_dispatched += plan.shape.num_positions
+        for planned in plan.pieces:
+            self._jobs[planned.run_id].next_piece = planned.piece_index + 1
+            self._fair.charge(planned.run_id, planned.piece.num_tiles * TILE)
+        for run_id in dict.fromkeys(planned.run_id for planned in plan.pieces):
+            job = self._jobs[run_id]
+            job.sums = sums_A if job.sums is None else LossMetrics(*(a + b for a, b in zip(job.sums, sums_A, strict=True)))
+        self._charge_seconds(plan, seconds)
+
+    def _charge_seconds(self, plan: MicrobatchPlan, seconds: float) -> None:
+        total = sum(planned.piece.num_tiles for planned in plan.pieces)
+        for planned in plan.pieces:
+            if planned.run_id in self._jobs:
+                self._jobs[planned.run_id].device_s += seconds * planned.piece.num_tiles / total
+
+    def _pull(self, scored: _Scored) -> None:
+        plan, start = scored.plan, self._clock.now()
+        with self._spans.span("learner", "pull", _owners(plan)):
+            gradient = pull(
+                self._params,
+                self._state.params,
+                jnp.asarray(self._scale_A),
+                scored.arrays,
+                scored.residuals,
+                scored.cotangent_M,
+                self._state.gradient,
+                self._config,
+            )
+            self._state = self._state._replace(gradient=jax.block_until_ready(gradient))
+        self._scored = None
+        seconds = self._clock.now() - start
+        shape = plan.shape.num_positions
+        if shape in self._seen_shapes:  # the first pass of a shape includes its compilation
+            rate = seconds / shape
+            self._seconds_per_position = rate if not self._seconds_per_position else 0.8 * self._seconds_per_position + 0.2 * rate
+        self._seen_shapes.add(shape)
+        for planned in plan.pieces:
+            if planned.run_id in self._jobs:
+                self._jobs[planned.run_id].num_pulled += 1
+        self._charge_seconds(plan, seconds)
+
+    def _optimize(self, job: _Job) -> None:
+        run, run_id, start = job.run, job.run.spec.run_id, self._clock.now()
+        with self._spans.span("learner", "optimize", run_id):
+            self._state, norm = apply_step(self._state, jnp.int32(run.slot), run.hyper)
+            grad_norm = float(norm)
+            state = read_slot(self._state, run.slot)
+        del self._jobs[run_id]
+        self._fair.deactivate(run_id)
+        if not np.isfinite(grad_norm):
+            error = GradientNotFiniteError(
+                f"run {run_id}: the gradient of the step after version {state.num_steps} has norm {grad_norm}; the adapter is unchanged. "
+                "Look at the batch's rewards and log-probabilities, or lower the learning rate"
+            )
+            _fail_future(job.future, error)
+            return
+        num_entries = sum(len(piece.entries) for piece in job.pieces)
+        device_s = job.device_s + self._clock.now() - start
+        assert job.sums is not None
+        metrics = run_metrics(job.sums, run.slot)
+        job.future.set_result(StepResult(run_id, state, grad_norm, metrics, job.num_positions, num_entries, device_s))
+
+
+def _sequence(ids: Ids) -> Piece:
+    """One plain sequence as a piece: an entry for every id but the first, temperature 1."""
+    length = len(ids) - 1
+    if length < 1:
+        raise InvalidRequestError(f"scoring needs at least 2 ids, got {len(ids)}")
+    zeros, floats = np.zeros(length, np.int32), np.zeros(length, np.float32)
+    count = np.arange(length, dtype=np.int32)
+    entries = Entries(count, np.array(ids[1:], np.int32), np.ones(length, np.float32), floats, floats, floats, zeros, zeros)
+    return Piece(np.array(ids[:-1], np.int32), count, np.full(length, length, np.int32), entries)
+
+
+def _owners(plan: MicrobatchPlan) -> str:
+    return ",".join(dict.fromkeys(planned.run_id for planned in plan.pieces))
+
+
+def _fail_future(future: "Future[Any]", error: BaseException) -> None:
+    if not future.done():
+        future.set_exception(error)

@@ -1,0 +1,182 @@
+"""The attention primitive under the one mask rule (design section 5): position i attends to position j if and only if j <= i < end[j].
+
+`attend` runs over the (query block, key block) pairs that the rule leaves non-empty; blocks that are not listed cost nothing, and partial
+results merge by log-sum-exp. It has its own backward pass, so that no T x T array exists and nothing is stored but (out, lse).
+`attend_pages` is its sibling for sampling, where keys lie in pages and a row's queries see the keys of its own row up to their own position.
+
+    T position   B block of 64 positions   X pair   N query heads   K kv heads   G = N / K query heads per kv head   H head size
+    R row   C position within a row   P page of a row's table   S positions of a page
+"""
+
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from noria.types import TILE
+
+_HIGHEST = jax.lax.Precision.HIGHEST
+
+
+class Pairs(NamedTuple):
+    """Block pairs, sorted by query block then key block (the order in which gradients add up); only the first `num` count.
+
+    query_X, key_X: int32 block indices. num: int32 scalar, traced, so that padding costs nothing.
+    """
+
+    query_X: jax.Array
+    key_X: jax.Array
+    num: jax.Array
+
+
+def attend(q_TNH: jax.Array, k_TKH: jax.Array, v_TKH: jax.Array, pairs: Pairs, end_T: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Attention of every position under the mask rule.
+
+    q [T, N, H], k and v [T, K, H] float32, T a multiple of 64; end_T int32. Returns out [T, N, H] and lse [T, N] (natural log of the sum of
+    exp(scores)), both float32; a position in no listed pair has out 0 and lse -inf. Differentiable in q, k, v through both results.
+    """
+    return _attend(q_TNH, k_TKH, v_TKH, pairs, end_T)
+
+
+@jax.custom_vjp
+def _attend(q: jax.Array, k: jax.Array, v: jax.Array, pairs: Pairs, end: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return attend_forward(q, k, v, pairs, end)
+
+
+def attend_forward(q_TNH: jax.Array, k_TKH: jax.Array, v_TKH: jax.Array, pairs: Pairs, end_T: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The forward pass of `attend`, for callers that keep (out, lse) and run `attend_backward` themselves."""
+    num_kv = k_TKH.shape[1]
+    q_BKGH, k_BKCH, v_BKCH = _query_blocks(q_TNH, num_kv), _key_blocks(k_TKH), _key_blocks(v_TKH)
+    end_BC = end_T.reshape(-1, TILE)
+    rows = q_BKGH.shape[2]
+
+    def pair_step(x: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
+        out, peak, total = carry
+        i, j = pairs.query_X[x], pairs.key_X[x]
+        scores = _scores(q_BKGH[i], k_BKCH[j], _visible(i, j, end_BC[j], rows))
+        old_peak = peak[i]
+        new_peak = jnp.maximum(old_peak, scores.max(-1))
+        shift = jnp.where(jnp.isneginf(new_peak), 0.0, new_peak)
+        keep, weight = jnp.exp(old_peak - shift), jnp.exp(scores - shift[..., None])
+        part = jnp.einsum("kgc,kch->kgh", weight, v_BKCH[j], precision=_HIGHEST)
+        return (
+            out.at[i].set(out[i] * keep[..., None] + part),
+            peak.at[i].set(new_peak),
+            total.at[i].set(total[i] * keep + weight.sum(-1)),
+        )
+
+    start = (jnp.zeros_like(q_BKGH), jnp.full(q_BKGH.shape[:3], -jnp.inf), jnp.zeros(q_BKGH.shape[:3]))
+    out, peak, total = jax.lax.fori_loop(0, pairs.num, pair_step, start)
+    out = out / jnp.where(total == 0, 1.0, total)[..., None]
+    lse_BKG = peak + jnp.log(total)
+    return _unblock_queries(out, num_kv), _unblock_queries(lse_BKG[..., None], num_kv)[..., 0]
+
+
+def attend_backward(
+    saved: tuple[jax.Array, jax.Array, jax.Array, Pairs, jax.Array],
+    out_TNH: jax.Array,
+    lse_TN: jax.Array,
+    d_out_TNH: jax.Array,
+    d_lse_TN: jax.Array | None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Cotangents of (q, k, v). saved = (q, k, v, pairs, end) of the forward pass; d_lse None means zero.
+
+    Per pair the probabilities are computed again from lse (Dao, FlashAttention-2, section 3.1). Key gradients add up in the order of the pairs.
+    """
+    q_TNH, k_TKH, v_TKH, pairs, end_T = saved
+    num_kv = k_TKH.shape[1]
+    q, k, v = _query_blocks(q_TNH, num_kv), _key_blocks(k_TKH), _key_blocks(v_TKH)
+    d_out = _query_blocks(d_out_TNH, num_kv)
+    lse = _query_blocks(lse_TN[..., None], num_kv)[..., 0]
+    lse = jnp.where(jnp.isneginf(lse), 0.0, lse)
+    shift_TN = (d_out_TNH * out_TNH).sum(-1) - (0.0 if d_lse_TN is None else d_lse_TN)
+    shift = _query_blocks(shift_TN[..., None], num_kv)[..., 0]
+    end_BC = end_T.reshape(-1, TILE)
+    rows, scale = q.shape[2], q.shape[-1] ** -0.5
+
+    def pair_step(x: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
+        d_q, d_k, d_v = carry
+        i, j = pairs.query_X[x], pairs.key_X[x]
+        weight = jnp.exp(_scores(q[i], k[j], _visible(i, j, end_BC[j], rows)) - lse[i][..., None])
+        d_weight = jnp.einsum("kgh,kch->kgc", d_out[i], v[j], precision=_HIGHEST)
+        d_scores = weight * (d_weight - shift[i][..., None]) * scale
+        return (
+            d_q.at[i].add(jnp.einsum("kgc,kch->kgh", d_scores, k[j], precision=_HIGHEST)),
+            d_k.at[j].add(jnp.einsum("kgc,kgh->kch", d_scores, q[i], precision=_HIGHEST)),
+            d_v.at[j].add(jnp.einsum("kgc,kgh->kch", weight, d_out[i], precision=_HIGHEST)),
+        )
+
+    d_q, d_k, d_v = jax.lax.fori_loop(0, pairs.num, pair_step, (jnp.zeros_like(q), jnp.zeros_like(k), jnp.zeros_like(v)))
+    return _unblock_queries(d_q, num_kv), _unblock_keys(d_k), _unblock_keys(d_v)
+
+
+def _attend_fwd(q: jax.Array, k: jax.Array, v: jax.Array, pairs: Pairs, end: jax.Array):  # type: ignore[no-untyped-def]  # noqa: ANN202
+    out, lse = attend_forward(q, k, v, pairs, end)
+    return (out, lse), ((q, k, v, pairs, end), out, lse)
+
+
+def _attend_bwd(residuals, cotangents):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+    saved, out, lse = residuals
+    return (*attend_backward(saved, out, lse, *cotangents), None, None)
+
+
+_attend.defvjp(_attend_fwd, _attend_bwd)
+
+
+def _query_blocks(x_TNH: jax.Array, num_kv: int) -> jax.Array:
+    """[T, N, H] -> [B, K, G * 64, H]: all queries that read one key block, so that each pair is K plain matmuls."""
+    x = x_TNH.reshape(-1, TILE, num_kv, x_TNH.shape[1] // num_kv, x_TNH.shape[2])
+    return x.transpose(0, 2, 3, 1, 4).reshape(x.shape[0], num_kv, -1, x.shape[-1])
+
+
+def _unblock_queries(x_BKGH: jax.Array, num_kv: int) -> jax.Array:
+    blocks, _, rows, size = x_BKGH.shape
+    x = x_BKGH.reshape(blocks, num_kv, rows // TILE, TILE, size).transpose(0, 3, 1, 2, 4)
+    return x.reshape(blocks * TILE, -1, size)
+
+
+def _key_blocks(x_TKH: jax.Array) -> jax.Array:
+    """[T, K, H] -> [B, K, 64, H]."""
+    return x_TKH.reshape(-1, TILE, *x_TKH.shape[1:]).swapaxes(1, 2)
+
+
+def _unblock_keys(x_BKCH: jax.Array) -> jax.Array:
+    return x_BKCH.swapaxes(1, 2).reshape(-1, x_BKCH.shape[1], x_BKCH.shape[3])
+
+
+def _visible(i: jax.Array, j: jax.Array, end_C: jax.Array, rows: int) -> jax.Array:
+    """The mask rule inside the pair (query block i, key block j): bool [G * 64, 64]."""
+    query = i * TILE + jnp.tile(jnp.arange(TILE), rows // TILE)[:, None]
+    key = j * TILE + jnp.arange(TILE)[None, :]
+    return (key <= query) & (query < end_C[None, :])
+
+
+def _scores(q_KGH: jax.Array, k_KCH: jax.Array, visible_GC: jax.Array) -> jax.Array:
+    scores = jnp.einsum("kgh,kch->kgc", q_KGH, k_KCH, precision=_HIGHEST) * q_KGH.shape[-1] ** -0.5
+    return jnp.where(visible_GC, scores, -jnp.inf)
+
+
+@partial(jax.named_call, name="attend_pages")
+def attend_pages(
+    q_RCNH: jax.Array, k_pages: jax.Array, v_pages: jax.Array, table_RP: jax.Array, position_RC: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Queries of row r attend to the keys of row r's pages at positions up to their own.
+
+    q [R, C, N, H]; k_pages, v_pages [pages, S, K, H]; table_RP: page numbers of the row in order; position_RC: each query's position.
+    Returns out [R, C, N, H] and lse [R, C, N] in float32. Keys of the queries themselves must have been written to the pages before.
+    """
+    rows, length, heads, size = q_RCNH.shape
+    num_kv = k_pages.shape[2]
+    k_RSKH = k_pages[table_RP].reshape(rows, -1, num_kv, size)
+    v_RSKH = v_pages[table_RP].reshape(rows, -1, num_kv, size)
+    q = q_RCNH.reshape(rows, length, num_kv, heads // num_kv, size)
+    scores = jnp.einsum("rckgh,rskh->rkgcs", q, k_RSKH, precision=_HIGHEST) * size**-0.5
+    seen = jnp.arange(k_RSKH.shape[1])[None, None, :] <= position_RC[:, :, None]
+    scores = jnp.where(seen[:, None, None], scores, -jnp.inf)
+    peak = scores.max(-1, keepdims=True)
+    weight = jnp.exp(scores - peak)
+    total = weight.sum(-1, keepdims=True)
+    out = jnp.einsum("rkgcs,rskh->rckgh", weight / total, v_RSKH, precision=_HIGHEST)
+    lse = (peak + jnp.log(total))[..., 0].transpose(0, 3, 1, 2)
+    return out.reshape(rows, length, heads, size), lse.reshape(rows, length, heads)

@@ -1,0 +1,118 @@
+"""The decoder: one block function, used by the learner (scan over stacked layers) and by the sampler (loop over a list of layers).
+
+Activations are [R, C, D]: R rows of C positions, where all positions of a row belong to one run (the learner's rows are tiles of 64 positions,
+the sampler's are lane tiles or prefill chunks). Base weights are frozen arguments; only adapters are ever trained.
+This module deliberately knows neither masks, nor pages, nor losses: attention is handed in.
+
+    R row   C position within a row   D model   F mlp   N query heads   K kv heads   H head size   V vocabulary   L layer
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+
+from noria.model.attention import Pairs, attend
+from noria.model.config import ModelConfig
+from noria.model.lora import RowAdapters, delta
+from noria.types import TILE, IntArray
+
+Weights: TypeAlias = Mapping[str, jax.Array]
+"""One layer's base weights: attn_norm [D], q [D, N*H], k, v [D, K*H], o [N*H, D], mlp_norm [D], gate, up [D, F], down [F, D]."""
+
+Angles: TypeAlias = tuple[jax.Array, jax.Array]
+"""cos and sin of the rotary angles, [R, C, 1, H/2] each."""
+
+Attention: TypeAlias = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+"""(q [R, C, N, H], k [R, C, K, H], v [R, C, K, H]) -> out [R, C, N, H]."""
+
+
+def rotary_angles(config: ModelConfig, position_RC: jax.Array) -> Angles:
+    """Angles of the given positions (Su et al., RoFormer, eq. 15), float32."""
+    half = config.head_dim // 2
+    inverse = config.rope_theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    angle = position_RC[..., None, None].astype(jnp.float32) * inverse
+    return jnp.cos(angle), jnp.sin(angle)
+
+
+def rotate(x_RCNH: jax.Array, angles: Angles) -> jax.Array:
+    """Apply rotary angles, halves convention (dimension h pairs with h + H/2, as Hugging Face lays weights out)."""
+    cos, sin = angles
+    low, high = jnp.split(x_RCNH, 2, axis=-1)
+    return jnp.concatenate((low * cos - high * sin, high * cos + low * sin), axis=-1)
+
+
+def rms_norm(x: jax.Array, weight_D: jax.Array, eps: float) -> jax.Array:
+    """x / rms(x) * weight, in float32 (Zhang and Sennrich 2019)."""
+    x = x.astype(jnp.float32)
+    return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps) * weight_D.astype(jnp.float32)
+
+
+def project(weights: Weights, adapters: RowAdapters | None, name: str, x_RCI: jax.Array) -> jax.Array:
+    """x @ weight + the rows' LoRA deltas, float32 [R, C, O]; the base product runs in the weight's dtype."""
+    weight = weights[name]
+    rows, length, size = x_RCI.shape
+    y = jnp.matmul(x_RCI.reshape(rows * length, size).astype(weight.dtype), weight, preferred_element_type=jnp.float32).reshape(rows, length, -1)
+    return y if adapters is None else y + delta(x_RCI, adapters.a[name], adapters.b[name], adapters.scale_R)
+
+
+def before_attention(
+    weights: Weights, adapters: RowAdapters | None, x_RCD: jax.Array, angles: Angles, config: ModelConfig
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Norm, q/k/v projections, rotary: q [R, C, N, H], k and v [R, C, K, H]."""
+    h = rms_norm(x_RCD, weights["attn_norm"], config.rms_norm_eps)
+    q, k, v = (project(weights, adapters, name, h) for name in ("q", "k", "v"))
+    heads = (*x_RCD.shape[:2], -1, config.head_dim)
+    return rotate(q.reshape(heads), angles), rotate(k.reshape(heads), angles), v.reshape(heads)
+
+
+def after_attention(weights: Weights, adapters: RowAdapters | None, x_RCD: jax.Array, out_RCNH: jax.Array, config: ModelConfig) -> jax.Array:
+    """Output projection, residual, norm, gated MLP, residual: the layer's output [R, C, D]."""
+    x = x_RCD + project(weights, adapters, "o", out_RCNH.reshape(*x_RCD.shape[:2], -1))
+    h = rms_norm(x, weights["mlp_norm"], config.rms_norm_eps)
+    gated = jax.nn.silu(project(weights, adapters, "gate", h)) * project(weights, adapters, "up", h)
+    return x + project(weights, adapters, "down", gated)
+
+
+def block(weights: Weights, adapters: RowAdapters | None, x_RCD: jax.Array, angles: Angles, attention: Attention, config: ModelConfig) -> jax.Array:
+    """One decoder layer."""
+    q, k, v = before_attention(weights, adapters, x_RCD, angles, config)
+    return after_attention(weights, adapters, x_RCD, attention(q, k, v), config)
+
+
+def embed(params: Mapping[str, Any], ids: jax.Array) -> jax.Array:
+    """Embeddings of ids, float32 [..., D]."""
+    rows: jax.Array = params["embed"][ids]
+    return rows.astype(jnp.float32)
+
+
+def unembed(params: Mapping[str, Any], h_MD: jax.Array, config: ModelConfig) -> jax.Array:
+    """Final norm and head: logits [M, V], float32. h is the last layer's output."""
+    head_VD = params.get("head", params["embed"])
+    h = rms_norm(h_MD, params["final_norm"], config.rms_norm_eps).astype(head_VD.dtype)
+    return jax.lax.dot_general(h, head_VD, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+
+
+def forward_logits(params: Mapping[str, Any], config: ModelConfig, ids_T: IntArray) -> jax.Array:
+    """Plain causal logits [T, V] of one sequence without adapters, float32: the entry point for comparisons with other implementations.
+
+    params: stacked weights (`{"embed", "final_norm", "layers": {name: [L, ...]}}`, "head" if untied).
+    """
+    length = len(ids_T)
+    blocks = -(-length // TILE)
+    pad = blocks * TILE - length
+    ids_RC = jnp.pad(jnp.asarray(ids_T, jnp.int32), (0, pad)).reshape(blocks, TILE)
+    end_T = jnp.concatenate((jnp.full(length, length, jnp.int32), jnp.arange(length, length + pad, dtype=jnp.int32) + 1))
+    query_X, key_X = jnp.tril_indices(blocks)
+    pairs = Pairs(query_X.astype(jnp.int32), key_X.astype(jnp.int32), jnp.int32(len(query_X)))
+    angles = rotary_angles(config, jnp.arange(blocks * TILE).reshape(blocks, TILE))
+
+    def attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        flat = [x.reshape(-1, *x.shape[2:]) for x in (q, k, v)]
+        return attend(flat[0], flat[1], flat[2], pairs, end_T)[0].reshape(q.shape)
+
+    x = embed(params, ids_RC)
+    for layer in range(config.num_layers):
+        x = block({name: w[layer] for name, w in params["layers"].items()}, None, x, angles, attention, config)
+    return unembed(params, x.reshape(blocks * TILE, -1)[:length], config)

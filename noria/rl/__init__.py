@@ -1,0 +1,1 @@
+"""The algorithm, as pure functions: advantages, token tree, packing, staleness, losses."""

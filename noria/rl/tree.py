@@ -1,0 +1,325 @@
+"""A run's batch as one token tree: advantages, masks, weights and positions of everything its optimizer step trains.
+
+    groups ──advantages──▶ candidates ──weights──▶ rows ──prune──▶ trie ──depth first──▶ TokenTree
+
+Positions are shared by all episodes of the batch whose ids agree, whatever their group; entries never are. The work is done on whole runs of ids:
+rows are sorted as bytes, neighbours are compared as arrays, and Python steps once per node.
+
+Shape letters: T position, M entry, N node; R row (a trained episode).
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from noria.config import AlgorithmConfig
+from noria.errors import InvalidRequestError
+from noria.rl.advantages import group_advantages
+from noria.types import Entries, Episode, EpisodeGroup, FloatArray, IntArray, TokenTree, Turn
+
+
+@dataclass(frozen=True, slots=True)
+class BatchStatistics:
+    """What a batch was made of: plain numbers, for metrics.
+
+    num_groups, num_groups_without_signal (all advantages 0); num_episodes, of which num_truncated were cut, num_empty have no sampled token and
+    num_trained have entries; num_failed: episodes that failed for good and are not in num_episodes. num_entries: trained tokens. num_positions: of
+    the tree; num_positions_unshared: of the same paths laid out one by one. reward_mean, reward_std: of the raw rewards, over all episodes.
+    completion_length_mean: sampled tokens per episode. Means of nothing are 0.
+    """
+
+    num_groups: int
+    num_groups_without_signal: int
+    num_episodes: int
+    num_truncated: int
+    num_empty: int
+    num_failed: int
+    num_trained: int
+    num_entries: int
+    num_positions: int
+    num_positions_unshared: int
+    reward_mean: float
+    reward_std: float
+    completion_length_mean: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Candidate:
+    """An episode that counts in the denominator. index: among all episodes of the batch. num_tokens >= 1: its trainable tokens."""
+
+    episode: Episode
+    index: int
+    group: int
+    advantage: float
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """A trained episode as arrays. path_T: ids up to its last predictor. predictor_depth_M: index in path_T that predicts each target."""
+
+    path_T: IntArray
+    predictor_depth_M: IntArray
+    target_M: IntArray
+    temperature_M: FloatArray
+    behavior_logprobs_M: FloatArray
+    version_M: IntArray
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """The positions of a tree, and for each row the positions that predict its targets."""
+
+    ids_T: IntArray
+    depth_T: IntArray
+    end_T: IntArray
+    node_start_N: IntArray
+    node_stop_N: IntArray
+    node_parent_N: IntArray
+    predict_from_R: list[IntArray]
+
+
+def build_tree(groups: Sequence[EpisodeGroup], algorithm: AlgorithmConfig) -> tuple[TokenTree, BatchStatistics]:
+    """The token tree of one optimizer step, and the batch's statistics.
+
+    groups: the whole batch, in the order in which it was formed; episodes are taken by member. What is trained, with which weight:
+        advantages    from the raw rewards of all episodes of a group (`penalize` gives a truncated one reward 0 first)
+        not trained   tokens sampled at temperature 0; truncated episodes under `truncated = "mask"`; under `zero_signal = "skip"`, groups without
+                      signal
+        weight_M      1 / denominator, which counts what is left: "tokens" 1 / the number of tokens; "episodes" and "groups" give each episode or
+                      group the same total weight, spread evenly over its tokens, all together 1; "none" 1
+        pruned        under "skip", episodes whose own advantage is 0 although their group has signal: they count in the denominator (so that an
+                      advantage of 0 and one of 1e-9 mean the same) but are not laid out
+    Children stand in order of first appearance, entries by episode, then position. An episode's path ends at the position that predicts its last
+    trained token. If nothing is left to train, the tree is empty. `episode_M` and `num_episodes` count all episodes of the batch.
+
+    Raises InvalidRequestError: a sampled token that nothing precedes. RewardNotFiniteError: see `group_advantages`.
+    """
+    candidates, num_without_signal = _candidates(groups, algorithm)
+    weights = _token_weights(candidates, algorithm.denominator)
+    kept = [(c, w) for c, w in zip(candidates, weights, strict=True) if c.advantage != 0.0 or algorithm.zero_signal == "train"]
+    rows = [_row(c.episode) for c, _ in kept]
+    layout = _lay_out([r.path_T for r in rows], [r.predictor_depth_M for r in rows])
+    lengths = [len(r.target_M) for r in rows]
+    entries = Entries(
+        predict_from_M=_concatenate(layout.predict_from_R, np.int32),
+        target_M=_concatenate([r.target_M for r in rows], np.int32),
+        temperature_M=_concatenate([r.temperature_M for r in rows], np.float32),
+        behavior_logprobs_M=_concatenate([r.behavior_logprobs_M for r in rows], np.float32),
+        advantage_M=np.repeat(np.array([c.advantage for c, _ in kept], np.float32), lengths),
+        weight_M=np.repeat(np.array([w for _, w in kept], np.float32), lengths),
+        version_M=_concatenate([r.version_M for r in rows], np.int32),
+        episode_M=np.repeat(np.array([c.index for c, _ in kept], np.int32), lengths),
+    )
+    tree = TokenTree(
+        ids_T=layout.ids_T,
+        depth_T=layout.depth_T,
+        end_T=layout.end_T,
+        node_start_N=layout.node_start_N,
+        node_stop_N=layout.node_stop_N,
+        node_parent_N=layout.node_parent_N,
+        entries=entries,
+        num_episodes=sum(len(g.episodes) for g in groups),
+    )
+    return tree, _statistics(groups, tree, num_without_signal, num_unshared=sum(len(r.path_T) for r in rows))
+
+
+def _candidates(groups: Sequence[EpisodeGroup], algorithm: AlgorithmConfig) -> tuple[list[_Candidate], int]:
+    """The episodes that count in the denominator, in batch order, and the number of groups whose advantages are all 0."""
+    candidates: list[_Candidate] = []
+    num_without_signal = index = 0
+    for number, group in enumerate(groups):
+        episodes = sorted(group.episodes, key=lambda e: e.member)
+        rewards = [0.0 if e.truncated and algorithm.truncated == "penalize" else e.reward for e in episodes]
+        advantages_G = group_advantages(rewards, algorithm.advantage)
+        has_signal = bool(advantages_G.any())
+        num_without_signal += not has_signal
+        for episode, advantage in zip(episodes, advantages_G.tolist(), strict=True):
+            is_masked = episode.truncated and algorithm.truncated == "mask"
+            num_tokens = sum(len(t.completion.sampled_ids) for t in episode.turns if t.temperature > 0)
+            if num_tokens and not is_masked and (has_signal or algorithm.zero_signal == "train"):
+                candidates.append(_Candidate(episode, index, number, advantage, num_tokens))
+            index += 1
+    return candidates, num_without_signal
+
+
+def _token_weights(candidates: Sequence[_Candidate], denominator: str) -> list[float]:
+    """The weight of each token of each candidate: see `build_tree`."""
+    match denominator:
+        case "tokens":
+            num_tokens = sum(c.num_tokens for c in candidates)
+            return [1 / num_tokens for _ in candidates]
+        case "episodes":
+            return [1 / (len(candidates) * c.num_tokens) for c in candidates]
+        case "groups":
+            tokens_of: Counter[int] = Counter()
+            for c in candidates:
+                tokens_of[c.group] += c.num_tokens
+            return [1 / (len(tokens_of) * tokens_of[c.group]) for c in candidates]
+        case _:
+            assert denominator == "none", denominator
+            return [1.0 for _ in candidates]
+
+
+def _row(episode: Episode) -> _Row:
+    """The arrays of an episode that has at least one trainable token."""
+    parts: list[IntArray] = []
+    depths: list[IntArray] = []
+    trained: list[Turn] = []
+    length = 0
+    for turn in episode.turns:
+        sampled = turn.completion.sampled_ids
+        parts += [_array(turn.observation_ids, np.int32), _array(sampled, np.int32)]
+        first = length + len(turn.observation_ids)
+        length = first + len(sampled)
+        if turn.temperature > 0 and sampled:
+            depths.append(np.arange(first - 1, length - 1, dtype=np.int32))
+            trained.append(turn)
+    depth_M = np.concatenate(depths)
+    if depth_M[0] < 0:
+        raise InvalidRequestError(
+            f"episode {episode.episode_id} begins with a sampled token: nothing predicts it. Give the first turn at least one observation id"
+        )
+    ids_T = np.concatenate(parts)
+    return _Row(
+        path_T=ids_T[: depth_M[-1] + 1],
+        predictor_depth_M=depth_M,
+        target_M=ids_T[depth_M + 1],
+        temperature_M=np.repeat(np.array([t.temperature for t in trained], np.float32), [len(d) for d in depths]),
+        behavior_logprobs_M=np.concatenate([_array(t.completion.behavior_logprobs, np.float32) for t in trained]),
+        version_M=np.concatenate([_array(t.completion.versions, np.int32) for t in trained]),
+    )
+
+
+def _lay_out(paths_R: Sequence[IntArray], predictor_depths_R: Sequence[IntArray]) -> _Layout:
+    """The trie of the paths in depth-first order, children by first appearance, unbranched stretches as one node."""
+    stop_N, parent_N, node_of_row = _trie(paths_R)
+    first_row_N, children_N = _ordered_children(stop_N, parent_N, node_of_row)
+    rows_at_N: list[list[int]] = [[] for _ in stop_N]
+    for row, node in enumerate(node_of_row):
+        rows_at_N[node].append(row)
+
+    path = np.empty(max(stop_N), np.int32)  # position at each depth, on the way from the root to the node being laid out
+    predict_from_R: list[IntArray] = [path[:0]] * len(paths_R)
+    ids: list[IntArray] = []
+    starts: list[int] = []
+    stops: list[int] = []
+    depths: list[int] = []
+    parents: list[int] = []
+    length = 0
+    waiting = [(child, -1, 0) for child in reversed(children_N[0])]
+    while waiting:
+        node, parent, depth = waiting.pop()
+        ending = list(rows_at_N[node])
+        while len(children_N[node]) == 1:
+            node = children_N[node][0]
+            ending += rows_at_N[node]
+        size = stop_N[node] - depth
+        path[depth : stop_N[node]] = np.arange(length, length + size, dtype=np.int32)
+        ids.append(paths_R[first_row_N[node]][depth : stop_N[node]])
+        for row in ending:
+            predict_from_R[row] = path[predictor_depths_R[row]]
+        waiting += [(child, len(starts), stop_N[node]) for child in reversed(children_N[node])]
+        starts.append(length)
+        depths.append(depth)
+        parents.append(parent)
+        length += size
+        stops.append(length)
+
+    ends = list(stops)
+    for n in range(len(ends) - 1, -1, -1):
+        if parents[n] >= 0:
+            ends[parents[n]] = max(ends[parents[n]], ends[n])
+    start_N, stop_of_N = np.array(starts, np.int32), np.array(stops, np.int32)
+    size_N = stop_of_N - start_N
+    return _Layout(
+        ids_T=_concatenate(ids, np.int32),
+        depth_T=np.arange(length, dtype=np.int32) - np.repeat(start_N - np.array(depths, np.int32), size_N),
+        end_T=np.repeat(np.array(ends, np.int32), size_N),
+        node_start_N=start_N,
+        node_stop_N=stop_of_N,
+        node_parent_N=np.array(parents, np.int32),
+        predict_from_R=predict_from_R,
+    )
+
+
+def _trie(paths_R: Sequence[IntArray]) -> tuple[list[int], list[int], list[int]]:
+    """Depth at which each node stops, its parent (node 0 is a root above all roots), and the node in which each path ends.
+
+    Sorted as bytes, paths with a common head stand together, and the heads that neighbours share are all the inner nodes: the suffix-tree
+    construction from sorted suffixes (Kasai et al. 2001), on whole paths.
+    """
+    stop_N, parent_N, node_of_row = [0], [-1], [0] * len(paths_R)
+    on_path = [0]
+    keys = [path.tobytes() for path in paths_R]
+    order = sorted(range(len(paths_R)), key=keys.__getitem__)
+    shared_with_previous = [0, *(_common_length(paths_R[a], paths_R[b]) for a, b in pairwise(order))]
+    for row, shared in zip(order, shared_with_previous, strict=False):
+        below = -1
+        while stop_N[on_path[-1]] > shared:
+            below = on_path.pop()
+        if stop_N[on_path[-1]] < shared:
+            stop_N.append(shared)
+            parent_N.append(on_path[-1])
+            on_path.append(len(stop_N) - 1)
+            parent_N[below] = on_path[-1]
+        if len(paths_R[row]) > shared:
+            stop_N.append(len(paths_R[row]))
+            parent_N.append(on_path[-1])
+            on_path.append(len(stop_N) - 1)
+        node_of_row[row] = on_path[-1]
+    return stop_N, parent_N, node_of_row
+
+
+def _ordered_children(stop_N: Sequence[int], parent_N: Sequence[int], node_of_row: Sequence[int]) -> tuple[list[int], list[list[int]]]:
+    """First row that passes through each node, and each node's children in that order."""
+    first_row_N = [len(node_of_row)] * len(stop_N)
+    for row, node in enumerate(node_of_row):
+        first_row_N[node] = min(first_row_N[node], row)
+    below_root = range(1, len(stop_N))
+    for node in sorted(below_root, key=lambda n: -stop_N[n]):
+        first_row_N[parent_N[node]] = min(first_row_N[parent_N[node]], first_row_N[node])
+    children_N: list[list[int]] = [[] for _ in stop_N]
+    for node in sorted(below_root, key=first_row_N.__getitem__):
+        children_N[parent_N[node]].append(node)
+    return first_row_N, children_N
+
+
+def _common_length(a_T: IntArray, b_T: IntArray) -> int:
+    """Number of leading ids that two paths share."""
+    length = min(len(a_T), len(b_T))
+    differs = a_T[:length] != b_T[:length]
+    first = int(differs.argmax()) if length else 0
+    return first if length and differs[first] else length
+
+
+def _statistics(groups: Sequence[EpisodeGroup], tree: TokenTree, num_without_signal: int, *, num_unshared: int) -> BatchStatistics:
+    episodes = [e for g in groups for e in g.episodes]
+    rewards = np.array([e.reward for e in episodes] or [0.0], np.float64)
+    lengths = [e.num_sampled for e in episodes]
+    return BatchStatistics(
+        num_groups=len(groups),
+        num_groups_without_signal=num_without_signal,
+        num_episodes=len(episodes),
+        num_truncated=sum(e.truncated for e in episodes),
+        num_empty=lengths.count(0),
+        num_failed=sum(g.num_failed for g in groups),
+        num_trained=len(np.unique(tree.entries.episode_M)),
+        num_entries=len(tree.entries),
+        num_positions=len(tree),
+        num_positions_unshared=num_unshared,
+        reward_mean=float(rewards.mean()),
+        reward_std=float(rewards.std()),
+        completion_length_mean=sum(lengths) / len(lengths) if lengths else 0.0,
+    )
+
+
+def _array(values: Sequence[float], dtype: type[np.generic]) -> np.ndarray:
+    return np.fromiter(values, dtype, len(values))
+
+
+def _concatenate(parts: Sequence[np.ndarray], dtype: type[np.generic]) -> np.ndarray:
+    return np.concatenate(parts) if parts else np.empty(0, dtype)

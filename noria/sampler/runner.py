@@ -1,0 +1,390 @@
+"""All arrays of the sampler, and all its programs: prefill, decode, copy of pages, write of a slot, checksum of a slot.
+
+A program is compiled once per shape of a closed set (`Shapes`). K/V pools and adapter slots are donated through every program, so that they are
+updated in place. Layers are a Python loop over lists: a scan would copy each layer's weights, which costs more than the layer on CPU.
+
+    R row: lane tile (decode) or chunk (prefill)   C position within a row: 8 lanes, or 32 positions   W lane = R * 8   T tile   P page of a table
+    D model   N query heads   K kv heads   H head size   V vocabulary   A adapter slot   S step of a dispatch   X stop id
+
+What lies in a page is always finite in V: a masked key has weight 0, and 0 * NaN would carry one run's broken numbers into another run that owns the
+page later or reads it as padding. K needs no such care, since masked scores are replaced before the softmax.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple, TypeAlias, final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from noria.config import SamplerConfig
+from noria.model.attention import attend_pages
+from noria.model.config import ModelConfig
+from noria.model.lora import AdapterTree, HostAdapter, gather_rows, layer_checksum, module_sizes
+from noria.model.placement import BaseParams
+from noria.model.transformer import block, embed, rotary_angles, unembed
+from noria.sampler.pages import PAGE
+from noria.sampler.sequence import CHUNK, LANES_PER_TILE, MAX_STOP_IDS, DecodeDispatch, PageCopy, PrefillDispatch, Sampled
+from noria.types import FloatArray, IntArray
+
+COPY_WIDTH = 16
+"""Page copies of one program run."""
+
+Pool: TypeAlias = tuple[jax.Array, ...]
+"""Per layer [pages, PAGE, K, H], float32."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shapes:
+    """The closed set of shapes, each axis in ascending order.
+
+    lanes: decode widths, multiples of 8. rows: prefill rows. pages: lengths of page tables. A program exists for each (lanes, pages) and (rows, pages).
+    """
+
+    lanes: tuple[int, ...]
+    rows: tuple[int, ...]
+    pages: tuple[int, ...]
+
+    @classmethod
+    def of(cls, config: SamplerConfig) -> "Shapes":
+        """Few enough to compile quickly, close enough that little is wasted (measured on SmolLM2-135M, two CPU cores)."""
+        all_pages = config.max_context // PAGE
+        return cls(
+            lanes=tuple(w for w in (16,) if w < config.num_lanes) + (config.num_lanes,),
+            rows=(4, 16),
+            pages=tuple(p for p in (8, 24) if p < all_pages) + (all_pages,),
+        )
+
+
+class Lanes(NamedTuple):
+    """One decode dispatch's input. remaining_W: tokens a lane may still sample, 0 for padding. seed_W2: high and low 32 bits."""
+
+    id_W: IntArray
+    position_W: IntArray
+    remaining_W: IntArray
+    seed_W2: np.ndarray[Any, np.dtype[np.uint32]]
+    sample_index_W: IntArray
+    temperature_W: FloatArray
+    stop_WX: IntArray
+    table_WP: IntArray
+    slot_T: IntArray
+
+
+class Rows(NamedTuple):
+    """One prefill dispatch's input. length_R: ids of each row that count."""
+
+    id_RC: IntArray
+    start_R: IntArray
+    length_R: IntArray
+    table_RP: IntArray
+    slot_R: IntArray
+
+
+class _Resident(NamedTuple):
+    """Arrays that every forward pass reads: weights outside the layers, weights and adapter slots per layer, scales of the slots."""
+
+    params: Mapping[str, jax.Array]
+    layers: tuple[dict[str, jax.Array], ...]
+    adapters: tuple[AdapterTree, ...]
+    scale_A: jax.Array
+
+
+@final
+class Runner:
+    """Owner of all device arrays of the sampler. Touched by the device thread only; every method but `warm_up` runs one program per call."""
+
+    def __init__(self, base: BaseParams, model: ModelConfig, config: SamplerConfig, *, max_rank: int, shapes: Shapes | None = None) -> None:
+        self.shapes = shapes or Shapes.of(config)
+        self._model = model
+        self._num_steps = config.steps_per_dispatch
+        self._max_rank = max_rank
+        pool_shape = (config.num_pages, PAGE, model.num_kv_heads, model.head_dim)
+        self._k: Pool = tuple(jnp.zeros(pool_shape, jnp.float32) for _ in range(model.num_layers))
+        self._v: Pool = tuple(jnp.zeros(pool_shape, jnp.float32) for _ in range(model.num_layers))
+        top = {name: array for name, array in base.stacked.items() if name != "layers"}
+        self._resident = _Resident(top, base.layers, _empty_slots(model, config.num_slots, max_rank), jnp.zeros(config.num_slots, jnp.float32))
+        self._programs: dict[tuple[str, int, int], Callable[..., Any]] = {}
+
+    @property
+    def num_programs(self) -> int:
+        """Programs compiled so far."""
+        return len(self._programs)
+
+    def warm_up(self) -> None:
+        """Compile every program of the closed set. Takes seconds per program for deep models; without it, the first use compiles."""
+        for pages in self.shapes.pages:
+            for lanes in self.shapes.lanes:
+                self._run_decode(_empty_lanes(lanes, pages))
+            for rows in self.shapes.rows:
+                self._run_prefill(_empty_rows(rows, pages))
+        self.copy_pages([PageCopy(0, 0)])
+        self.checksum(0)
+        self.write_slot(0, _zero_adapter(self._model, self._max_rank), 0.0)
+
+    def prefill(self, dispatch: PrefillDispatch) -> None:
+        """Write the K/V of all rows. Returns when the device is done."""
+        self.copy_pages(dispatch.copies)
+        self._run_prefill(_pack_rows(dispatch, self.shapes))
+        jax.block_until_ready(self._k[-1])
+
+    def decode(self, dispatch: DecodeDispatch) -> list[list[Sampled]]:
+        """Sample up to `steps_per_dispatch` tokens for every lane: per tile and lane, what it sampled."""
+        self.copy_pages(dispatch.copies)
+        lanes = _pack_lanes(dispatch, self.shapes, self._num_steps)
+        id_SW, behavior_logprobs_SW = (np.asarray(x) for x in self._run_decode(lanes))
+        count_W = (id_SW >= 0).sum(0)
+        sampled = []
+        for index, tile in enumerate(dispatch.tiles):
+            first = index * LANES_PER_TILE
+            columns = range(first, first + len(tile.sequences))
+            sampled.append([Sampled(id_SW[: count_W[w], w].tolist(), behavior_logprobs_SW[: count_W[w], w].tolist()) for w in columns])
+        return sampled
+
+    def copy_pages(self, copies: Iterable[PageCopy]) -> None:
+        """Copy whole pages of all layers. No page is both a source and a target."""
+        pending = list(copies)
+        for start in range(0, len(pending), COPY_WIDTH):
+            page_2X = np.zeros((2, COPY_WIDTH), np.int32)
+            part = pending[start : start + COPY_WIDTH]
+            page_2X[:, : len(part)] = np.asarray(part, np.int32).T
+            self._k, self._v = self._call(("copy", 0, 0), _copy_pages, (0, 1), self._k, self._v, page_2X)
+
+    def write_slot(self, slot: int, adapter: HostAdapter, scale: float) -> None:
+        """Put an adapter into a slot, in place. Its shapes are those of the rank class (see `check_adapter`)."""
+        layers = tuple(
+            {side: {name: leaf[layer] for name, leaf in adapter[side].items()} for side in ("a", "b")} for layer in range(self._model.num_layers)
+        )
+        resident = self._resident
+        adapters, scale_A = self._call(
+            ("write", 0, 0), _write_slot, (0, 1), resident.adapters, resident.scale_A, layers, np.int32(slot), np.float32(scale)
+        )
+        self._resident = resident._replace(adapters=adapters, scale_A=scale_A)
+
+    def checksum(self, slot: int) -> int:
+        """The integer checksum of the slot's bytes on the device, equal to `lora.checksum` of what was written."""
+        return int(self._call(("checksum", 0, 0), _checksum, (), self._resident.adapters, np.int32(slot)))
+
+    def check_adapter(self, adapter: HostAdapter) -> str | None:
+        """What is wrong with an adapter's shapes, None if it fits a slot."""
+        for name, (size_in, size_out) in module_sizes(self._model).items():
+            shapes = {"a": (self._model.num_layers, size_in, self._max_rank), "b": (self._model.num_layers, self._max_rank, size_out)}
+            for side, expected in shapes.items():
+                leaf = adapter.get(side, {}).get(name)
+                found = None if leaf is None else leaf.shape
+                if found != expected:
+                    return f"{side} of module {name!r} has shape {found}, expected {expected}"
+        return None
+
+    def _run_decode(self, lanes: Lanes) -> tuple[jax.Array, jax.Array]:
+        key = ("decode", *lanes.table_WP.shape)
+        function = partial(_decode, config=self._model, max_steps=self._num_steps)
+        id_SW, behavior_logprobs_SW, self._k, self._v = self._call(key, function, (1, 2), self._resident, self._k, self._v, lanes)
+        return id_SW, behavior_logprobs_SW
+
+    def _run_prefill(self, rows: Rows) -> None:
+        key = ("prefill", *rows.table_RP.shape)
+        self._k, self._v = self._call(key, partial(_prefill, config=self._model), (1, 2), self._resident, self._k, self._v, rows)
+
+    def _call(self, key: tuple[str, int, int], function: Callable[..., Any], donated: tuple[int, ...], *arguments: Any) -> Any:
+        program = self._programs.get(key)
+        if program is None:
+            program = self._programs[key] = jax.jit(function, donate_argnums=donated).lower(*arguments).compile()
+        return program(*arguments)
+
+
+# Programs
+
+
+def _decode(resident: _Resident, k: Pool, v: Pool, lanes: Lanes, *, config: ModelConfig, max_steps: int) -> tuple[jax.Array, jax.Array, Pool, Pool]:
+    """Sample up to max_steps tokens per lane, stopping when every lane has finished.
+
+    Returns ids [S, W], -1 where a lane sampled nothing, their behavior_logprobs [S, W] (natural log, after temperature, full vocabulary), and the pools.
+    """
+    width = lanes.table_WP.shape[0]
+    lane_W = jnp.arange(width)
+
+    def is_running(carry: tuple[Any, ...]) -> jax.Array:
+        step, _, _, remaining_W = carry[:4]
+        return (step < max_steps) & jnp.any(remaining_W > 0)
+
+    def step_once(carry: tuple[Any, ...]) -> tuple[Any, ...]:
+        step, id_W, position_W, remaining_W, out_id_SW, out_logprobs_SW, k, v = carry
+        is_active_W = remaining_W > 0
+        page_W = jnp.where(is_active_W, lanes.table_WP[lane_W, position_W // PAGE], 0)
+        hidden_RCD, k, v = _forward(
+            resident, k, v, _Positions(id_W, position_W, page_W, lanes.table_WP), lanes.slot_T, config=config, queries_per_table=1
+        )
+        logits_WV = unembed(resident.params, hidden_RCD.reshape(width, -1), config)
+        sampled_W, logprobs_W = _sample(logits_WV, lanes, position_W + 1)
+        is_last_W = jnp.any(sampled_W[:, None] == lanes.stop_WX, axis=1)
+        out_id_SW = out_id_SW.at[step].set(jnp.where(is_active_W, sampled_W, -1))
+        out_logprobs_SW = out_logprobs_SW.at[step].set(logprobs_W)
+        id_W = jnp.where(is_active_W, sampled_W, id_W)
+        position_W = position_W + is_active_W
+        remaining_W = jnp.where(is_last_W, 0, remaining_W - is_active_W)
+        return step + 1, id_W, position_W, remaining_W, out_id_SW, out_logprobs_SW, k, v
+
+    outputs = jnp.full((max_steps, width), -1, jnp.int32), jnp.zeros((max_steps, width), jnp.float32)
+    start = (jnp.int32(0), lanes.id_W, lanes.position_W, lanes.remaining_W, *outputs, k, v)
+    carry = jax.lax.while_loop(is_running, step_once, start)
+    return carry[4], carry[5], carry[6], carry[7]
+
+
+def _prefill(resident: _Resident, k: Pool, v: Pool, rows: Rows, *, config: ModelConfig) -> tuple[Pool, Pool]:
+    """Write the K/V of every row's positions."""
+    num_rows = rows.table_RP.shape[0]
+    offset_C = jnp.arange(CHUNK)
+    position_RC = rows.start_R[:, None] + offset_C
+    is_real_RC = offset_C < rows.length_R[:, None]
+    page_RC = jnp.where(is_real_RC, rows.table_RP[jnp.arange(num_rows)[:, None], position_RC // PAGE], 0)
+    positions = _Positions(rows.id_RC.reshape(-1), position_RC.reshape(-1), page_RC.reshape(-1), rows.table_RP)
+    _, k, v = _forward(resident, k, v, positions, rows.slot_R, config=config, queries_per_table=CHUNK)
+    return k, v
+
+
+class _Positions(NamedTuple):
+    """A flat axis W of positions to run: their ids, positions and pages to write to; and the page tables, one for `queries_per_table` positions."""
+
+    id_W: jax.Array
+    position_W: jax.Array
+    page_W: jax.Array
+    table: jax.Array
+
+
+def _forward(
+    resident: _Resident, k: Pool, v: Pool, at: _Positions, slot_R: jax.Array, *, config: ModelConfig, queries_per_table: int
+) -> tuple[jax.Array, Pool, Pool]:
+    """All layers for W positions in R rows of one adapter slot each: hidden states [R, C, D] and the pools with the positions' K/V written."""
+    num_rows = slot_R.shape[0]
+    position_RC = at.position_W.reshape(num_rows, -1)
+    offset_W = at.position_W % PAGE
+    position_query = at.position_W.reshape(-1, queries_per_table)
+    angles = rotary_angles(config, position_RC)
+    x_RCD = embed(resident.params, at.id_W).reshape(num_rows, -1, config.hidden_size)
+    new_k, new_v = list(k), list(v)
+    for layer, weights in enumerate(resident.layers):
+
+        def attention(q_RCNH: jax.Array, k_RCKH: jax.Array, v_RCKH: jax.Array, layer: int = layer) -> jax.Array:
+            k_WKH, v_WKH = (x.reshape(-1, *x.shape[2:]) for x in (k_RCKH, v_RCKH))
+            new_k[layer] = new_k[layer].at[at.page_W, offset_W].set(k_WKH)
+            new_v[layer] = new_v[layer].at[at.page_W, offset_W].set(jnp.where(jnp.isfinite(v_WKH), v_WKH, 0.0))
+            q = q_RCNH.reshape(-1, queries_per_table, *q_RCNH.shape[2:])
+            out, _ = attend_pages(q, new_k[layer], new_v[layer], at.table, position_query)
+            return out.reshape(q_RCNH.shape)
+
+        adapters = gather_rows(resident.adapters[layer], resident.scale_A, slot_R)
+        x_RCD = block(weights, adapters, x_RCD, angles, attention, config)
+    return x_RCD, tuple(new_k), tuple(new_v)
+
+
+def _sample(logits_WV: jax.Array, lanes: Lanes, position_W: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """One id per lane by the Gumbel-max trick (Maddison et al. 2014), temperature 0: the largest logit. And its log-probability.
+
+    The key of a token is fold_in(fold_in(seed, sample index), position of the sampled token): it depends on nothing else in the batch.
+    """
+
+    def noise(seed_2: jax.Array, sample_index: jax.Array, position: jax.Array) -> jax.Array:
+        key = jax.random.wrap_key_data(seed_2, impl="threefry2x32")
+        return jax.random.gumbel(jax.random.fold_in(jax.random.fold_in(key, sample_index), position), logits_WV.shape[1:], jnp.float32)
+
+    is_random_W = lanes.temperature_W > 0
+    scaled_WV = logits_WV / jnp.where(is_random_W, lanes.temperature_W, 1.0)[:, None]
+    noise_WV = jax.vmap(noise)(lanes.seed_W2, lanes.sample_index_W, position_W)
+    sampled_W = jnp.argmax(scaled_WV + jnp.where(is_random_W[:, None], noise_WV, 0.0), axis=1).astype(jnp.int32)
+    chosen_W = jnp.take_along_axis(scaled_WV, sampled_W[:, None], axis=1)[:, 0]
+    return sampled_W, chosen_W - jax.nn.logsumexp(scaled_WV, axis=1)
+
+
+def _copy_pages(k: Pool, v: Pool, page_2X: jax.Array) -> tuple[Pool, Pool]:
+    """Pages page_2X[0] to pages page_2X[1], in every layer; padding copies the trash page onto itself."""
+    source, target = page_2X[0], page_2X[1]
+    return tuple(x.at[target].set(x[source]) for x in k), tuple(x.at[target].set(x[source]) for x in v)
+
+
+def _write_slot(
+    adapters: tuple[AdapterTree, ...], scale_A: jax.Array, layers: tuple[AdapterTree, ...], slot: jax.Array, scale: jax.Array
+) -> tuple[tuple[AdapterTree, ...], jax.Array]:
+    return jax.tree.map(lambda leaf, new: leaf.at[slot].set(new), adapters, layers), scale_A.at[slot].set(scale)
+
+
+def _checksum(adapters: tuple[AdapterTree, ...], slot: jax.Array) -> jax.Array:
+    parts = [layer_checksum(jax.tree.map(lambda leaf: leaf[slot], layer), index) for index, layer in enumerate(adapters)]
+    return jnp.sum(jnp.stack(parts), dtype=jnp.uint32)
+
+
+# Packing
+
+
+def _smallest(sizes: tuple[int, ...], needed: int) -> int:
+    return next(size for size in sizes if size >= needed)
+
+
+def _empty_lanes(width: int, pages: int) -> Lanes:
+    int_W = partial(np.zeros, width, np.int32)
+    return Lanes(
+        id_W=int_W(),
+        position_W=int_W(),
+        remaining_W=int_W(),
+        seed_W2=np.zeros((width, 2), np.uint32),
+        sample_index_W=int_W(),
+        temperature_W=np.ones(width, np.float32),
+        stop_WX=np.full((width, MAX_STOP_IDS), -1, np.int32),
+        table_WP=np.zeros((width, pages), np.int32),
+        slot_T=np.zeros(width // LANES_PER_TILE, np.int32),
+    )
+
+
+def _pack_lanes(dispatch: DecodeDispatch, shapes: Shapes, num_steps: int) -> Lanes:
+    sequences = [sequence for tile in dispatch.tiles for sequence in tile.sequences]
+    needed = max((s.position + min(num_steps, s.num_remaining) - 1) // PAGE + 1 for s in sequences)
+    pages = _smallest(shapes.pages, needed)
+    lanes = _empty_lanes(_smallest(shapes.lanes, len(dispatch.tiles) * LANES_PER_TILE), pages)
+    for index, tile in enumerate(dispatch.tiles):
+        lanes.slot_T[index] = tile.slot
+        for lane, sequence in enumerate(tile.sequences, index * LANES_PER_TILE):
+            params = sequence.request.params
+            lanes.id_W[lane] = sequence.input_id
+            lanes.position_W[lane] = sequence.position
+            lanes.remaining_W[lane] = sequence.num_remaining
+            lanes.seed_W2[lane] = divmod(params.seed, 2**32)
+            lanes.sample_index_W[lane] = params.sample_index
+            lanes.temperature_W[lane] = params.temperature
+            lanes.stop_WX[lane, : len(sequence.stop_ids)] = sequence.stop_ids
+            table = sequence.table[:pages]
+            lanes.table_WP[lane, : len(table)] = table
+    return lanes
+
+
+def _empty_rows(num_rows: int, pages: int) -> Rows:
+    int_R = partial(np.zeros, num_rows, np.int32)
+    return Rows(np.zeros((num_rows, CHUNK), np.int32), int_R(), int_R(), np.zeros((num_rows, pages), np.int32), int_R())
+
+
+def _pack_rows(dispatch: PrefillDispatch, shapes: Shapes) -> Rows:
+    pages = _smallest(shapes.pages, max(len(row.table) for row in dispatch.rows))
+    rows = _empty_rows(_smallest(shapes.rows, len(dispatch.rows)), pages)
+    for index, row in enumerate(dispatch.rows):
+        rows.id_RC[index, : len(row.ids)] = row.ids
+        rows.start_R[index] = row.start
+        rows.length_R[index] = len(row.ids)
+        rows.table_RP[index, : len(row.table)] = row.table
+        rows.slot_R[index] = row.slot
+    return rows
+
+
+def _empty_slots(model: ModelConfig, num_slots: int, max_rank: int) -> tuple[AdapterTree, ...]:
+    zero = _zero_adapter(model, max_rank)
+    return tuple(
+        {side: {name: jnp.zeros((num_slots, *leaf.shape[1:]), jnp.float32) for name, leaf in leaves.items()} for side, leaves in zero.items()}
+        for _ in range(model.num_layers)
+    )
+
+
+def _zero_adapter(model: ModelConfig, max_rank: int) -> HostAdapter:
+    sizes, layers = module_sizes(model), model.num_layers
+    return {
+        "a": {name: np.zeros((layers, size_in, max_rank), np.float32) for name, (size_in, _) in sizes.items()},
+        "b": {name: np.zeros((layers, max_rank, size_out), np.float32) for name, (_, size_out) in sizes.items()},
+    }

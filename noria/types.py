@@ -1,0 +1,286 @@
+"""The nouns that travel round the circle: frozen records, no behaviour beyond small derived values.
+
+Ids in, ids out: between the environment's text and the learner's arrays everything is token ids, and no stage ever renders or tokenizes
+text a second time.
+
+Array fields end in shape letters:
+    T position of a token tree or microbatch    M entry (one trained token of one episode)
+    N node of a token tree                      E episode of a batch
+    X (query block, key block) pair             B attention block = tile (64 positions)
+"""
+
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+Ids: TypeAlias = tuple[int, ...]
+IntArray: TypeAlias = npt.NDArray[np.int32]
+FloatArray: TypeAlias = npt.NDArray[np.float32]
+
+TILE = 64
+"""Positions in a tile. The attention block has the same size, so that no block ever holds two runs (design section 5)."""
+
+FinishReason: TypeAlias = Literal["stop", "length"]
+DropReason: TypeAlias = Literal["no_signal", "deadline", "failed", "stale", "stopped"]
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What the server leases to an actor; the environment maps it to a concrete problem, always the same one for the same pair.
+
+    index: which problem, 0 <= index < the environment's number of tasks. seed: >= 0, differs between epochs and between runs.
+    """
+
+    index: int
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How to continue a prompt.
+
+    max_tokens: >= 1. temperature: >= 0; 0 is greedy and its tokens are not trainable. stop_ids: sampling ends after any of these ids, which
+    stays in the completion. seed, sample_index: the random key of a token is fold_in(seed, sample_index, position).
+    """
+
+    max_tokens: int
+    temperature: float = 1.0
+    stop_ids: Ids = ()
+    seed: int = 0
+    sample_index: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class SampleRequest:
+    """One completion of one prompt by a run's adapter.
+
+    request_id: unique in the server. tenant: who is charged. run_id: whose adapter. episode_id: whose pages.
+    version: None follows the run's newest published version, token by token; a number pins that version.
+    """
+
+    request_id: str
+    tenant: str
+    run_id: str
+    episode_id: str
+    prompt_ids: Ids
+    params: SamplingParams
+    version: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """What was sampled: per token its id, its log-probability when sampled (natural log, after temperature, full vocabulary), its version."""
+
+    sampled_ids: Ids
+    behavior_logprobs: tuple[float, ...]
+    versions: tuple[int, ...]
+    finish_reason: FinishReason
+
+    def __post_init__(self) -> None:
+        assert len(self.sampled_ids) == len(self.behavior_logprobs) == len(self.versions)
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """Observation ids as fed to the sampler, then what was sampled after them. A multi-turn episode extends ids and never renders history again."""
+
+    observation_ids: Ids
+    completion: Completion
+    temperature: float
+
+
+@dataclass(frozen=True, slots=True)
+class Episode:
+    """One try at a task.
+
+    episode_id: unique. member: index in its group, 0-based. reward: finite, raw (advantages are computed once, by the learner's side).
+    truncated: ended by max_tokens or the turn limit and not by the environment. reward_parts: named components, for metrics only.
+    """
+
+    episode_id: str
+    member: int
+    turns: tuple[Turn, ...]
+    reward: float
+    truncated: bool = False
+    reward_parts: tuple[tuple[str, float], ...] = ()
+
+    @property
+    def ids(self) -> Ids:
+        """All ids of the episode in order: exactly what the sampler saw and produced."""
+        return tuple(i for turn in self.turns for part in (turn.observation_ids, turn.completion.sampled_ids) for i in part)
+
+    @property
+    def num_sampled(self) -> int:
+        """Number of sampled tokens."""
+        return sum(len(turn.completion.sampled_ids) for turn in self.turns)
+
+    @property
+    def oldest_version(self) -> int | None:
+        """Oldest version of any sampled token, None if nothing was sampled."""
+        return min((v for turn in self.turns for v in turn.completion.versions), default=None)
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeGroup:
+    """Episodes of one task, compared with each other. group_id: unique. num_failed: episodes that failed for good and are not in `episodes`."""
+
+    group_id: str
+    run_id: str
+    task: Task
+    episodes: tuple[Episode, ...]
+    num_failed: int = 0
+
+    @property
+    def oldest_version(self) -> int | None:
+        """Oldest version of any sampled token of the group."""
+        return min((v for e in self.episodes if (v := e.oldest_version) is not None), default=None)
+
+
+@dataclass(frozen=True, slots=True)
+class Entries:
+    """Trained tokens: an axis of its own, since several episodes may have an entry on one position.
+
+    predict_from_M: position whose hidden state predicts the token. target_M: the token. temperature_M > 0.
+    behavior_logprobs_M: by the sampler. advantage_M. weight_M: 1 / the run's global denominator (0 for padding). version_M: adapter version that
+    sampled it. episode_M: index of its episode, unique within the arrays' owner (a batch, or a microbatch).
+    """
+
+    predict_from_M: IntArray
+    target_M: IntArray
+    temperature_M: FloatArray
+    behavior_logprobs_M: FloatArray
+    advantage_M: FloatArray
+    weight_M: FloatArray
+    version_M: IntArray
+    episode_M: IntArray
+
+    def __len__(self) -> int:
+        return len(self.target_M)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenTree:
+    """All episodes of a run's batch as one trie over token ids, laid out depth first (design section 5).
+
+    ids_T; depth_T: distance from the root, the RoPE position; end_T: where (exclusive) the subtree below the position ends in the layout, so
+    that i attends to j if and only if j <= i < end_T[j]. Nodes are maximal unbranched stretches in depth-first order: node n owns positions
+    node_start_N[n]:node_stop_N[n], and node_parent_N[n] < n is its parent (-1 for a root; a tree may have several roots).
+    """
+
+    ids_T: IntArray
+    depth_T: IntArray
+    end_T: IntArray
+    node_start_N: IntArray
+    node_stop_N: IntArray
+    node_parent_N: IntArray
+    entries: Entries
+    num_episodes: int
+
+    def __len__(self) -> int:
+        return len(self.ids_T)
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A self-contained subtree of a run's batch that fits in one microbatch: the unit of packing. Depends only on the run's own batch.
+
+    Positions are relative to the piece; num_tiles * TILE >= len(ids_T); entries.episode_M keeps the batch's episode indices.
+    """
+
+    ids_T: IntArray
+    depth_T: IntArray
+    end_T: IntArray
+    entries: Entries
+
+    @property
+    def num_tiles(self) -> int:
+        """Tiles the piece occupies."""
+        return -(-len(self.ids_T) // TILE)
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedPiece:
+    """Where a piece lies in a microbatch: its owner's slot and ranges of positions and entries."""
+
+    run_id: str
+    slot: int
+    piece_index: int
+    first_tile: int
+    num_tiles: int
+    first_entry: int
+    num_entries: int
+
+
+@dataclass(frozen=True, slots=True)
+class Microbatch:
+    """One fixed-shape pass of the learner: pieces of many runs on one flat axis of T positions, each starting on a tile border.
+
+    Padding positions have id 0, depth 0 and end_T[j] = j + 1. slot_tile_B[T / TILE]: the adapter slot of each tile (0 for padding tiles).
+    pair_query_X, pair_key_X: the (query block, key block) pairs that the mask rule leaves non-empty, sorted by query block then key block, of which
+    the first num_pairs count. entries: padded to M with weight_M 0 and predict_from_M 0; slot_M: each entry's slot; of which the first
+    num_entries count. entries.episode_M is renumbered to be unique in the microbatch.
+    """
+
+    ids_T: IntArray
+    depth_T: IntArray
+    end_T: IntArray
+    slot_tile_B: IntArray
+    pair_query_X: IntArray
+    pair_key_X: IntArray
+    num_pairs: int
+    entries: Entries
+    slot_M: IntArray
+    num_entries: int
+    placed: tuple[PlacedPiece, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LoraSpec:
+    """Shape of a run's adapter. rank >= 1; alpha > 0: the delta is scaled by alpha / rank at use and never folded in."""
+
+    rank: int
+    alpha: float
+    train_attn: bool = True
+    train_mlp: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerSpec:
+    """AdamW of one run; every field is an array element of its slot, never static. grad_clip_norm 0 means no clipping.
+
+    warmup_steps: the rate rises linearly over this many steps, then stays.
+    """
+
+    learning_rate: float
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    grad_clip_norm: float = 1.0
+    warmup_steps: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class LossSpec:
+    """The loss of a run (algorithms: grpo, decoupled PPO with the proximal policy at the step).
+
+    tis_cap: token importance weights are min(exp(learner - behavior), tis_cap). sequence_mask_c: an episode whose
+    exp(mean(learner - behavior)) leaves [1/c, c] is masked; 0 switches it off. clip_low, clip_high: of the proximal ratio.
+    """
+
+    clip_low: float = 0.2
+    clip_high: float = 0.28
+    tis_cap: float = 2.0
+    sequence_mask_c: float = 1.2
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterVersion:
+    """One committed state of a run's adapter. version = number of optimizer steps. checksum: integer over the bytes, equal in learner and sampler."""
+
+    run_id: str
+    version: int
+    checksum: int
+    path: str

@@ -1,0 +1,30 @@
+"""Fixtures that every area shares."""
+
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="session")
+def reference_python() -> Path:
+    """The interpreter with torch, transformers and peft, which the product never imports."""
+    python = ROOT / ".venv-ref" / "bin" / "python"
+    if not python.exists():
+        pytest.fail("the reference environment is missing; run `make .venv-ref`")
+    return python
+
+
+@pytest.fixture(scope="session")
+def run_reference(reference_python: Path) -> Callable[[str, Path], None]:
+    """Run a script of tests/reference on a folder that holds its inputs and takes its outputs."""
+
+    def run(script: str, folder: Path) -> None:
+        command = [reference_python, ROOT / "tests" / "reference" / script, folder]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+        assert done.returncode == 0, done.stderr
+
+    return run

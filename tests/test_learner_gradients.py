@@ -1,0 +1,121 @@
+"""The packed tree's gradients against naive ones: every episode alone, dense attention, plain autodiff."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from learner_builders import ALGORITHM, nonzero_state, pieces_of, random_groups, spec, tiny
+
+from noria.learner.optimizer import empty_state, load_slot
+from noria.learner.step import loss_cotangents, loss_inputs, pull, score, to_device
+from noria.model.lora import RowAdapters, gather_rows
+from noria.model.transformer import block, embed, rotary_angles, unembed
+from noria.rl.advantages import group_advantages
+from noria.rl.losses import loss_table
+from noria.rl.packing import ReadyRun, pack, plan_microbatch, shapes_up_to
+
+SLOT = 1
+
+
+def dense_attention(q, k, v):
+    repeat = q.shape[2] // k.shape[2]
+    k, v = jnp.repeat(k, repeat, 2), jnp.repeat(v, repeat, 2)
+    scores = jnp.einsum("rinh,rjnh->rnij", q, k) * q.shape[-1] ** -0.5
+    length = q.shape[1]
+    weights = jax.nn.softmax(jnp.where(jnp.tril(jnp.ones((length, length), bool)), scores, -jnp.inf), -1)
+    return jnp.einsum("rnij,rjnh->rinh", weights, v)
+
+
+LENGTH = 128
+
+
+def naive_logprobs(adapter, scale, ids_ET, temperature_ET):
+    """Log-probability of ids[1:] of every episode, each a padded row of its own that shares nothing."""
+    config, base = tiny()
+    rows = len(ids_ET)
+    x = embed(base.stacked, ids_ET)
+    angles = rotary_angles(config, jnp.tile(jnp.arange(LENGTH), (rows, 1)))
+    for layer in range(config.num_layers):
+        copies = {side: {m: jnp.repeat(leaf[layer][None], rows, 0) for m, leaf in adapter[side].items()} for side in ("a", "b")}
+        x = block(base.layers[layer], RowAdapters(copies["a"], copies["b"], jnp.full(rows, scale)), x, angles, dense_attention, config)
+    logits = unembed(base.stacked, x.reshape(rows * LENGTH, -1), config).reshape(rows, LENGTH, -1)[:, :-1] / temperature_ET[:, 1:, None]
+    return jnp.take_along_axis(jax.nn.log_softmax(logits, -1), ids_ET[:, 1:, None], 2)[..., 0]
+
+
+def sampled_positions(episode):
+    """(index in the episode's ids, temperature, behavior log-probability) of every sampled token."""
+    start, found = 0, []
+    for turn in episode.turns:
+        start += len(turn.observation_ids)
+        found += [(start + n, turn.temperature, lp) for n, lp in enumerate(turn.completion.behavior_logprobs)]
+        start += len(turn.completion.sampled_ids)
+    return found
+
+
+def naive_gradient(groups, adapter, scale):
+    """Gradient of the default loss (token TIS, cap 2, token denominator), episode by episode."""
+    rows = []
+    for group in groups:
+        rewards = np.array([e.reward for e in group.episodes], np.float32)
+        if np.ptp(rewards) > 0:
+            rows += zip(group.episodes, group_advantages(rewards, ALGORITHM.advantage), strict=True)
+    ids, temperature, behavior, weight = (np.zeros((len(rows), LENGTH), dtype) for dtype in (np.int32, *[np.float32] * 3))
+    temperature[:] = 1
+    for r, (episode, advantage) in enumerate(rows):
+        ids[r, : len(episode.ids)] = episode.ids
+        for where, temp, logprob in sampled_positions(episode):
+            temperature[r, where], behavior[r, where], weight[r, where] = temp, logprob, advantage
+    num_tokens = sum(episode.num_sampled for episode, _ in rows)
+
+    @jax.jit
+    def loss(adapter):
+        learner = naive_logprobs(adapter, scale, jnp.asarray(ids), jnp.asarray(temperature))
+        correction = jnp.minimum(jnp.exp(jax.lax.stop_gradient(learner) - behavior[:, 1:]), 2.0)
+        return -(correction * weight[:, 1:] * learner).sum() / num_tokens
+
+    return jax.grad(loss)(adapter)
+
+
+def packed_gradient(groups, state, run_spec, max_positions):
+    config, base = tiny()
+    slots = load_slot(empty_state(config, 3, 8), SLOT, state)
+    scale_A = jnp.zeros(3).at[SLOT].set(run_spec.lora.alpha / run_spec.lora.rank)
+    pieces = pieces_of(groups, max_positions)
+    gradient, shared = slots.gradient, 0
+    done = 0
+    while done < len(pieces):
+        plan = plan_microbatch([ReadyRun("run", SLOT, pieces, done)], shapes_up_to(max_positions), max_positions)
+        done += len(plan.pieces)
+        microbatch = pack(plan)
+        used = microbatch.entries.predict_from_M[: microbatch.num_entries] * 1000 + microbatch.entries.target_M[: microbatch.num_entries]
+        shared += len(used) - len(np.unique(used))
+        arrays = to_device(microbatch)
+        outputs, residuals = score(base.stacked, slots.params, scale_A, arrays, config)
+        cotangent, _ = loss_cotangents(outputs, loss_inputs(microbatch), loss_table({SLOT: run_spec.loss}, 3))
+        gradient = pull(base.stacked, slots.params, scale_A, arrays, residuals, cotangent, gradient, config)
+    return jax.tree.map(lambda leaf: leaf[:, SLOT], gradient), shared, len(pieces)
+
+
+@pytest.mark.parametrize(
+    ("seed", "groups", "turns", "max_positions", "cuts"), [(1, 3, 1, 256, False), (2, 2, 3, 256, False), (3, 6, 2, 64, True)]
+)
+def test_packed_tree_gradients_equal_naive_per_episode_gradients(seed, groups, turns, max_positions, cuts):
+    recorded = random_groups(seed, num_groups=groups, turns=turns, answer=4)
+    run_spec = spec("run")
+    state = nonzero_state(seed, run_spec)
+    got, shared, num_pieces = packed_gradient(recorded, state, run_spec, max_positions)
+    want = naive_gradient(recorded, jax.tree.map(jnp.asarray, state.params), run_spec.lora.alpha / run_spec.lora.rank)
+    assert shared > 0, "the case must hold several entries on one position"
+    assert (num_pieces > 1) == cuts
+    for got_leaf, want_leaf in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert np.linalg.norm(want_leaf) > 0
+        assert np.linalg.norm(got_leaf - want_leaf) <= 1e-5 * np.linalg.norm(want_leaf)
+
+
+def test_gathered_rows_are_the_slots_adapters():
+    config, _ = tiny()
+    state = load_slot(empty_state(config, 3, 8), SLOT, nonzero_state(0, spec("run")))
+    layer = jax.tree.map(lambda leaf: leaf[0], state.params)
+    rows = gather_rows(layer, jnp.array([0.0, 2.0, 0.0]), jnp.array([1, 0]))
+    assert (np.asarray(rows.a["q"][0]) == np.asarray(layer["a"]["q"][1])).all()
+    assert (np.asarray(rows.scale_R) == [2.0, 0.0]).all()
