@@ -9,7 +9,7 @@ import tomllib
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from noria.errors import ConfigError
 from noria.types import LoraSpec, LossSpec, OptimizerSpec
@@ -48,12 +48,20 @@ class AlgorithmConfig(_Config):
     max_staleness: int = Field(1, ge=0, description="largest (learner version - oldest version that sampled a token of the group) at its training")
     advantage: Literal["mean", "mean_std", "leave_one_out"] = Field("mean_std", description="group baseline and scale")
     zero_signal: Literal["skip", "train"] = Field("skip", description="groups whose rewards are all equal: settle untrained, or train")
+    max_batches_without_signal: int = Field(20, ge=1, description="batches in a row without any signal after which the run ends early")
     truncated: Literal["mask", "penalize", "keep"] = Field("mask", description="episodes cut by max_tokens: no entries, reward 0, or as they are")
     denominator: Literal["tokens", "episodes", "groups", "none"] = Field("tokens", description="global normalization of a batch's loss")
     clip_low: float = Field(0.2, ge=0, description="lower clip distance of the proximal ratio")
     clip_high: float = Field(0.28, ge=0, description="upper clip distance of the proximal ratio")
     tis_cap: float = Field(2.0, gt=0, description="cap of the truncated importance weight exp(learner - behavior)")
-    sequence_mask_c: float = Field(1.2, ge=0, description="mask episodes whose geometric mean ratio leaves [1/c, c]; 0 = off")
+    sequence_mask_c: float = Field(1.2, ge=0, description="mask episodes whose geometric mean ratio leaves [1/c, c]; 0 = off, else at least 1")
+
+    @field_validator("sequence_mask_c")
+    @classmethod
+    def _off_or_a_ratio(cls, value: float) -> float:
+        if 0 < value < 1:
+            raise ValueError(f"must be 0 (off) or at least 1: {value} would mask every episode")
+        return value
 
     @property
     def loss(self) -> LossSpec:
@@ -106,6 +114,7 @@ class ActorsConfig(_Config):
     max_turns: int = Field(1, ge=1, description="turns per episode; an episode that needs more is truncated")
     episode_tries: int = Field(3, ge=1, description="attempts per episode before it is recorded as failed")
     task_tries: int = Field(3, ge=1, description="failed groups of a task before the task is quarantined")
+    max_failed_groups: int = Field(10, ge=1, description="failed groups in a row after which the run fails: its environment is broken")
 
 
 class EvaluationConfig(_Config):
@@ -157,6 +166,8 @@ class ServerConfig(_Config):
     base: str = Field("smollm2-135m", description="resident base model")
     sampler: SamplerConfig = SamplerConfig()
     learner: LearnerConfig = LearnerConfig()
+    max_stall_ms: int = Field(2000, ge=1, description="longest a learner dispatch should hold up decoding on a shared device; 250 suits accelerators")
+    max_episodes: int = Field(256, ge=1, description="episodes played at once by the actors of this process")
     sampler_share: float = Field(0.5, gt=0, lt=1, description="device share of the sampler when both stages want a shared device")
     keep_versions: int = Field(2, ge=1, description="committed versions of a run kept on disk, the newest always")
 

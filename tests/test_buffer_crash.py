@@ -59,7 +59,8 @@ async def train(path: Path, until: int) -> None:
 
         await buffer.transaction(step)
         version += 1
-        print(version, flush=True)
+        sys.stdout.write(f"{version}\n")
+        sys.stdout.flush()
     buffer.close()
     engine.dispose()
 

@@ -116,7 +116,7 @@ class GroupLives(RuleBasedStateMachine):
     @rule(data=st.data(), is_trained=st.booleans())
     def step(self, data, is_trained: bool) -> None:
         leased = [g for g, status in self.status.items() if status == "leased"]
-        wanted = data.draw(st.lists(st.sampled_from(list(self.status)), min_size=1, max_size=2, unique=True)) if not leased else leased
+        wanted = leased or data.draw(st.lists(st.sampled_from(list(self.status)), min_size=1, max_size=2, unique=True))
 
         def commit(connection) -> None:
             if is_trained:

@@ -196,9 +196,10 @@ def test_failures_after_the_episodes_are_in_do_not_count_against_the_task(clock,
 
 
 def test_a_run_whose_tasks_are_all_quarantined_fails_by_name(clock, buffer):
+    for _ in range(20):
+        clock.run(buffer.drop(admit(clock, buffer).group_id, "failed"))
     with pytest.raises(RunFailedError, match="'r': all its 10 tasks are quarantined"):
-        for _ in range(100):
-            clock.run(buffer.drop(admit(clock, buffer).group_id, "failed"))
+        admit(clock, buffer)
 
 
 def test_a_resumed_run_goes_on_where_it_stopped(clock, engine, buffer):
@@ -270,7 +271,11 @@ def test_a_group_without_episodes_is_refused(clock, buffer):
 
 def test_a_group_that_was_never_admitted_is_refused(clock, buffer):
     lease = admit(clock, buffer)
-    for group in (replace(group_of(lease), group_id="r-9"), replace(group_of(lease), run_id="x"), replace(group_of(lease), task=replace(lease.task, seed=1))):
+    for group in (
+        replace(group_of(lease), group_id="r-9"),
+        replace(group_of(lease), run_id="x"),
+        replace(group_of(lease), task=replace(lease.task, seed=1)),
+    ):
         with pytest.raises(StateConflictError):
             clock.run(buffer.put(group))
     with pytest.raises(StateConflictError):

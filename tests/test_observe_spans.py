@@ -103,7 +103,12 @@ def test_threads_may_record_at_the_same_time():
 
 
 def test_a_chrome_trace_puts_spans_of_one_time_side_by_side(tmp_path):
-    spans = [Span("actor", "a", "r", False, 0, 3), Span("actor", "b", "r", False, 1, 2), Span("actor", "c", "r", True, 3, 4), Span("learner", "d", "r", False, 0, 1)]
+    spans = [
+        Span("actor", "a", "r", False, 0, 3),
+        Span("actor", "b", "r", False, 1, 2),
+        Span("actor", "c", "r", True, 3, 4),
+        Span("learner", "d", "r", False, 0, 1),
+    ]
     write_chrome_trace(tmp_path / "trace.json", spans)
     events = [e for e in json.loads((tmp_path / "trace.json").read_text())["traceEvents"] if e["ph"] == "X"]
     assert {e["name"]: (e["pid"], e["tid"]) for e in events} == {"a": (1, 0), "d": (2, 0), "b": (1, 1), "c": (1, 0)}

@@ -67,8 +67,8 @@ def test_the_set_of_shapes_is_closed_and_small():
         assert shape.num_positions % TILE == 0
         assert shape.num_entries == 2 * shape.num_positions
         assert shape.num_pairs == sum(range(shape.num_tiles + 1))
-    assert [s.num_positions for s in shapes_up_to(1024)] == [256, 512, 768, 1024]
-    assert [s.num_positions for s in shapes_up_to(640)] == [256, 512, 640]
+    assert [s.num_positions for s in shapes_up_to(1024)] == [64, 256, 512, 768, 1024]
+    assert [s.num_positions for s in shapes_up_to(640)] == [64, 256, 512, 640]
     assert [s.num_positions for s in shapes_up_to(64)] == [64]
 
 
@@ -159,6 +159,16 @@ def test_a_run_keeps_its_order_whoever_is_ready_beside_it():
         assert {plan.shape for plan in plans} <= set(SHAPES)
 
 
+def test_a_small_piece_never_overtakes_a_large_one_of_its_run():
+    def piece(num_positions: int) -> Piece:
+        turns = (turn((1,) * num_positions, (2,)), turn((1,) * num_positions, (3,)))
+        return cut(build_tree([group(*(episode(m, t, reward=m) for m, t in enumerate(turns)))], algorithm())[0], SHAPES[-1])[0]
+
+    mixed, other = ReadyRun("mixed", 0, [piece(600), piece(600), piece(10)]), ReadyRun("other", 1, [piece(20)])
+    assert [(p.run_id, p.piece_index) for p in plan_microbatch([mixed, other], SHAPES, 1024).pieces] == [("mixed", 0), ("other", 0)]
+    assert [(p.run_id, p.piece_index) for p in plan_microbatch([other, mixed], SHAPES, 1024).pieces] == [("other", 0), ("mixed", 0)]
+
+
 def test_leftover_room_goes_to_the_next_runs_and_the_shape_is_the_smallest():
     one, two = forked_pieces(1, seed=1), forked_pieces(1, seed=2)
     alone = plan_microbatch([ReadyRun("one", 0, one)], SHAPES, 1024)
@@ -179,7 +189,7 @@ def test_a_pass_keeps_to_its_limit_but_never_starves_a_piece():
 
 def test_a_full_entry_axis_ends_a_pass():
     twins = [episode(m, turn((1, 2), (3,) * 200), reward=m % 2) for m in range(9)]
-    pieces = cut(build_tree([group(*twins)], KEEP_ALL)[0], SHAPES[0])
+    pieces = cut(build_tree([group(*twins)], KEEP_ALL)[0], SHAPES[1])
     runs = [ReadyRun(name, slot, pieces) for slot, name in enumerate(("one", "two"))]
     for plan in schedule(runs, 1024):
         assert plan.shape.holds(sum(p.piece.num_tiles for p in plan.pieces), sum(len(p.piece.entries) for p in plan.pieces))

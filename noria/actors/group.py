@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from noria.actors.episode import run_episode
 from noria.actors.rules import EpisodeRules, Seams
-from noria.errors import DeadlineExceededError, EnvironmentFailedError, EnvironmentOutputError, InvalidRequestError, NoriaError, PromptTooLongError
+from noria.errors import DeadlineExceededError, EnvironmentFailedError, EnvironmentOutputError, InvalidRequestError, PromptTooLongError
 from noria.protocols import Lease
 from noria.types import Episode, EpisodeGroup, Task
 
@@ -61,7 +61,7 @@ async def run_group(
     Raises DeadlineExceededError at the lease's deadline, and what ends a group (`RETRIED`). Cancelling it cancels its sample requests.
     """
     members = play_all(seams, rules, [(lease.task, f"{lease.group_id}/{m}", m) for m in range(group_size)], tries=episode_tries, room=room)
-    played = await seams.clock.wait_for(members, lease.deadline_s - seams.clock.wall(), f"group {lease.group_id}")
+    played = await seams.clock.wait_for(members, max(0.0, lease.deadline_s - seams.clock.wall()), f"group {lease.group_id}")
     episodes = tuple(p.episode for p in played if p.episode is not None)
     failures = tuple(p.failure for p in played if p.failure is not None)
     group = EpisodeGroup(lease.group_id, lease.run_id, lease.task, episodes, len(failures)) if len(episodes) >= MIN_EPISODES else None
@@ -84,15 +84,12 @@ async def _play_with_tries(
     seams: Seams, rules: EpisodeRules, episode: tuple[Task, str, int], tries: int, room: AbstractAsyncContextManager[object]
 ) -> Played:
     task, name, member = episode
-    num_tries, error = 0, None
-    while num_tries < tries:
+    num_tries = 0
+    while True:
         num_tries += 1
         try:
             async with room:
                 return Played(await run_episode(seams, rules, task, episode_id=f"{name}/{num_tries}", member=member), None, num_tries)
-        except RETRIED as failed:
-            error: NoriaError = failed
-        except HOPELESS as failed:
-            error = failed
-            break
-    return Played(None, EpisodeFailure(member, num_tries, error.code, str(error)), num_tries)
+        except (*RETRIED, *HOPELESS) as error:
+            if num_tries >= tries or isinstance(error, HOPELESS):
+                return Played(None, EpisodeFailure(member, num_tries, error.code, str(error)), num_tries)

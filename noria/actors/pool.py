@@ -70,13 +70,17 @@ class ActorPool:
         """The counters now."""
         return PoolCounts(self._room.num_inside, self._num_finished, self._num_retries, dict(self._failures), self._threads.num_hung)
 
-    async def close(self) -> None:
-        """Refuse new work, cancel what is under way, wait until it has let go, and give the threads up. Idempotent."""
+    async def close(self, *, drain_s: float = 60.0) -> None:
+        """Refuse new work, cancel what is under way, wait until it has let go, and give the threads up. Idempotent.
+
+        Raises DeadlineExceededError if something has not let go after `drain_s` seconds.
+        """
         self._is_closed = True
         for task in self._work:
             task.cancel()
-        await asyncio.gather(*self._work, return_exceptions=True)
         self._threads.shutdown()
+        if self._work:
+            await self._seams.clock.wait_for(asyncio.wait(list(self._work)), drain_s, f"{len(self._work)} groups to stop")
 
     def _count(self, num_finished: int, failures: tuple[EpisodeFailure, ...]) -> None:
         self._num_finished += num_finished
@@ -93,7 +97,7 @@ class ActorPool:
             return await task
         except asyncio.CancelledError:
             caller = asyncio.current_task()
-            if self._is_closed and caller is not None and not caller.cancelling():
+            if caller is not None and not caller.cancelling():
                 raise StageStoppedError("the actors were shut down while this was played") from None
             raise
 

@@ -55,7 +55,7 @@ async def _call(threads: AbandonableThreads, what: str, function: Callable[..., 
     if inspect.isawaitable(answer):
         try:
             answer = await answer
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - tenant code: becomes the episode's recorded failure
+        except (Exception, SystemExit) as error:
             raise failure_of(what, error) from error
     return environment, answer
 

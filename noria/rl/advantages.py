@@ -49,5 +49,5 @@ def _centred(values_G: npt.NDArray[np.float64], kind: AdvantageKind) -> npt.NDAr
         return centred_G
     if kind == "leave_one_out":
         return centred_G * (len(values_G) / (len(values_G) - 1))
-    largest = np.abs(centred_G).max()  # taken out, so that the squares of huge rewards stay finite
-    return centred_G / (largest * (centred_G / largest).std(ddof=1) + STD_FLOOR)
+    largest = float(np.abs(centred_G).max())  # taken out, so that the squares of huge rewards stay finite
+    return centred_G / (largest * float((centred_G / largest).std(ddof=1)) + STD_FLOOR)

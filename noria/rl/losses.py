@@ -62,7 +62,7 @@ class LossMetrics(NamedTuple):
     entropy_A: jax.Array
 
 
-class _Terms(NamedTuple):
+class LossTerms(NamedTuple):
     """A loss per entry, and what its metrics count."""
 
     loss_M: jax.Array
@@ -91,7 +91,7 @@ def cotangents(learner_logprobs_M: jax.Array, entropy_M: jax.Array, inputs: Loss
     masked. Pure and jittable; no argument is static.
     """
 
-    def summed(th_M: jax.Array) -> tuple[jax.Array, _Terms]:
+    def summed(th_M: jax.Array) -> tuple[jax.Array, LossTerms]:
         terms = grpo_loss(th_M, jax.lax.stop_gradient(th_M), inputs, table)
         return terms.loss_M.sum(), terms
 
@@ -99,7 +99,7 @@ def cotangents(learner_logprobs_M: jax.Array, entropy_M: jax.Array, inputs: Loss
     return cotangent_M, _metrics(terms, entropy_M.astype(jnp.float32), inputs, num_slots=len(table["tis_cap"]))
 
 
-def grpo_loss(learner_logprobs_M: jax.Array, proximal_logprobs_M: jax.Array, inputs: LossInputs, table: LossTable) -> _Terms:
+def grpo_loss(learner_logprobs_M: jax.Array, proximal_logprobs_M: jax.Array, inputs: LossInputs, table: LossTable) -> LossTerms:
     """Decoupled PPO with corrections for off-policy data, per entry: `-weight * w * min(u A, clip(u, 1 - clip_low, 1 + clip_high) A)`.
 
     u = exp(learner - proximal) is the ratio that is clipped (Hilton et al. 2021, arXiv 2110.00641; asymmetric clip: DAPO, arXiv 2503.14476);
@@ -128,7 +128,7 @@ def grpo_loss(learner_logprobs_M: jax.Array, proximal_logprobs_M: jax.Array, inp
     surrogate_M = jnp.where(is_clipped_M, jnp.where(advantage_M >= 0, highest_M, lowest_M), u_M) * advantage_M
 
     loss_M = -inputs.weight_M * jnp.minimum(ratio_M, tis_cap_M) * surrogate_M
-    return _Terms(
+    return LossTerms(
         loss_M=jnp.where(is_trained_M & ~is_masked_M, loss_M, 0.0),
         log_ratio_M=log_ratio_M,
         is_capped_M=is_trained_M & (ratio_M > tis_cap_M),
@@ -150,7 +150,7 @@ def _clamp(log_ratio_M: jax.Array) -> jax.Array:
     return jnp.clip(log_ratio_M, -MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
-def _metrics(terms: _Terms, entropy_M: jax.Array, inputs: LossInputs, *, num_slots: int) -> LossMetrics:
+def _metrics(terms: LossTerms, entropy_M: jax.Array, inputs: LossInputs, *, num_slots: int) -> LossMetrics:
     is_trained_M = inputs.weight_M != 0
     # An episode is counted at its first entry: entries of an episode are contiguous.
     is_first_M = is_trained_M & jnp.concatenate([jnp.ones(1, bool), inputs.episode_M[1:] != inputs.episode_M[:-1]])

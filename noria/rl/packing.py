@@ -18,9 +18,9 @@ import numpy.typing as npt
 from noria.errors import ConfigError, TreeTooLargeError
 from noria.types import TILE, Entries, IntArray, Microbatch, Piece, PlacedPiece, TokenTree
 
-MICROBATCH_POSITIONS = (256, 512, 768, 1024, 1536, 2048, 3072, 4096)
-"""Sizes of the axis T: two significant bits, so that rounding up wastes at most a third; eight, since a server may hold 16 learner programs and
-each size may need two (score, pull)."""
+MICROBATCH_POSITIONS = (64, 256, 512, 768, 1024, 1536, 2048, 4096)
+"""Sizes of the axis T: one tile, for probes; then two significant bits, so that rounding up rarely wastes more than a third. Eight, since a server
+may hold 16 learner programs and each size may need two (score, pull)."""
 
 ENTRIES_PER_POSITION = 2
 """M = 2 T: entries outnumber positions where episodes sampled the same tokens; beyond twice, positions are repeated."""
@@ -126,19 +126,15 @@ def _join(stretches: Sequence[_Stretch], shape: MicrobatchShape, *, head: int) -
 
 
 def _piece(tree: TokenTree, last_position_U: IntArray, chosen_M: npt.NDArray[np.integer]) -> Piece:
-    """The piece of consecutive units that end at these positions (ascending): the path to the first, then what the others add."""
-    first, stop = int(last_position_U[0]), int(last_position_U[-1]) + 1
-    path: list[IntArray] = []
-    node = int(np.searchsorted(tree.node_start_N, first, side="right")) - 1
-    path_stop = first + 1
-    while node >= 0:
-        path.append(np.arange(tree.node_start_N[node], path_stop))
-        node = int(tree.node_parent_N[node])
-        path_stop = int(tree.node_stop_N[node])
-    later_T = np.arange(first + 1, stop)
-    # A later position is on a path if some unit ends in its subtree, that is in [position, end).
-    is_needed_T = np.searchsorted(last_position_U, later_T) < np.searchsorted(last_position_U, tree.end_T[later_T])
-    old_T = np.concatenate([*reversed(path), later_T[is_needed_T]])
+    """The piece of consecutive units that end at these positions (ascending): the path to the first, then the layout up to the last.
+
+    All that the layout holds between two ends is on the path to one of the ends up to the second, since every position of a tree is on some path.
+    """
+    node = int(np.searchsorted(tree.node_start_N, last_position_U[0], side="right")) - 1
+    stretches = [np.arange(tree.node_start_N[node], last_position_U[-1] + 1)]
+    while (node := int(tree.node_parent_N[node])) >= 0:
+        stretches.append(np.arange(tree.node_start_N[node], tree.node_stop_N[node]))
+    old_T = np.concatenate(stretches[::-1])
     chosen = _take(tree.entries, chosen_M)
     return Piece(
         ids_T=tree.ids_T[old_T],

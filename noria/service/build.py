@@ -1,0 +1,197 @@
+"""The composition root: the one place that knows every class, and makes a server of a configuration.
+
+    async with open_server(ServerConfig()) as server:
+        await server.add_run(RunConfig(...), folder=Path("."), resume=False)
+        failures = await server.finished()
+
+One process, one base, one device: SQLite for state and buffer, sampler and learner in process (design section 11).
+"""
+
+import asyncio
+import fcntl
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import final
+
+import jax
+from sqlalchemy import Connection
+
+from noria.actors.load import load_environment
+from noria.actors.pool import ActorPool
+from noria.actors.rules import rules_of
+from noria.adapters.versions import VersionFiles
+from noria.buffer.database import open_database
+from noria.buffer.sqlite import SqliteBuffer
+from noria.buffer.tables import METADATA
+from noria.clock import RealClock
+from noria.config import RunConfig, ServerConfig, cache_dir
+from noria.envs.builtin import BUILTIN
+from noria.errors import ConfigError, StateConflictError
+from noria.learner.learner import Learner
+from noria.model.lora import initial_state
+from noria.model.placement import place
+from noria.model.weights import LoadedBase, load_base
+from noria.observe import SpanRecorder
+from noria.protocols import EnvironmentFactory
+from noria.rl.packing import microbatch_shape
+from noria.sampler.engine import Engine
+from noria.seeds import derive_seed
+from noria.service import store
+from noria.service.device import SharedDevice
+from noria.service.loop import Circle
+from noria.service.publish import Publisher
+from noria.service.runs import ActiveRun, RunProgress, Stages
+
+PROBE_TEXT = "The wheel does not wait for a bucket, and no bucket is lost."
+"""Prompt of the probe after each publish (see service/publish.py)."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunReport:
+    """A run as commands and reports show it."""
+
+    config: RunConfig
+    progress: RunProgress
+    tokens_sampled: int
+    dropped: dict[str, int]
+    metrics: tuple[dict[str, float], ...]
+    committed_at_s: tuple[float, ...]
+
+
+@final
+class Server:
+    """One process's circle with its store. Made by `open_server`; all methods belong to the event loop."""
+
+    def __init__(self, config: ServerConfig, base: LoadedBase, circle: Circle, spans: SpanRecorder, clock: RealClock) -> None:
+        self.config, self.spans, self.clock = config, spans, clock
+        self._base, self._circle = base, circle
+
+    @property
+    def runs(self) -> dict[str, ActiveRun]:
+        """The active runs by name."""
+        return self._circle.runs
+
+    @property
+    def stages(self) -> Stages:
+        """The stages, for whoever measures them."""
+        return self._circle.stages
+
+    async def add_run(self, config: RunConfig, *, folder: Path, resume: bool, environment: EnvironmentFactory | None = None) -> ActiveRun:
+        """Start a run, or bring it up again. folder: where the run file's relative paths start. environment: instead of the file's.
+
+        Raises ConfigError, EnvironmentFailedError; StateConflictError (it exists and `resume` is False, or exists with another configuration).
+        """
+        if config.base != self.config.base:
+            raise ConfigError(f"run {config.name} wants base {config.base!r}, this server holds {self.config.base!r}")
+        stages = self._circle.stages
+        await stages.buffer.transaction(lambda connection: _check_resume(connection, config, resume))
+        factory = environment or load_environment(config.environment, builtin=BUILTIN, folder=folder)
+        rules = rules_of(config, config.name, factory, self._base.tokenizer)
+        seed = derive_seed("adapter", config.seed, bits=63)
+        initial = await asyncio.to_thread(initial_state, self._base.config, config.adapter.lora, self.config.learner.max_rank, seed)
+        run = ActiveRun(config, rules, stages, initial)
+        await self._circle.add(run)
+        return run
+
+    async def finished(self) -> dict[str, BaseException]:
+        """Wait until every run has ended; the runs that failed, each with its cause."""
+        return await self._circle.finished()
+
+    async def report(self, run_id: str) -> RunReport:
+        """What is known of a run, from the store."""
+        buffer, run = self._circle.stages.buffer, self.runs[run_id]
+        counts = await buffer.counts(run_id)
+        rows = await buffer.transaction(lambda connection: store.versions(connection, run_id))
+        sampled = await buffer.transaction(lambda connection: store.tokens_sampled(connection, run_id))
+        metrics = tuple(dict(row.metrics) for row in rows[1:])
+        return RunReport(run.config, run.progress, sampled, counts.by_reason, metrics, tuple(row.committed_at_s for row in rows))
+
+
+@asynccontextmanager
+async def open_server(config: ServerConfig) -> AsyncIterator[Server]:
+    """A running server; leaving the block stops it in order, and what is committed stays.
+
+    Raises ModelFileMissingError, ModelFileCorruptError, ModelUnsupportedError, ConfigError; StateConflictError if another process uses the folder.
+    """
+    state_dir = Path(config.state_dir)
+    with _exclusive(state_dir):
+        _use_compilation_cache()
+        base = await asyncio.to_thread(load_base, config.base)
+        circle, spans, clock = _build(config, base, state_dir)
+        circle.start()
+        try:
+            yield Server(config, base, circle, spans, clock)
+        finally:
+            await circle.close(drain_s=60.0)
+
+
+def _build(config: ServerConfig, base: LoadedBase, state_dir: Path) -> tuple[Circle, SpanRecorder, RealClock]:
+    clock = RealClock()
+    spans = SpanRecorder(clock)
+    params = place(base.params)
+    wakers: list[SharedDevice] = []
+
+    def wake() -> None:
+        for device in wakers:
+            device.wake()
+
+    max_stall_s = config.max_stall_ms / 1000
+    learner = Learner(params.stacked, base.config, config.learner, spans=spans, clock=clock, wake=wake, max_stall_s=max_stall_s)
+    sampler = Engine(
+        params, base.config, config.sampler, eos_id=base.tokenizer.eos_id, max_rank=config.learner.max_rank, spans=spans, clock=clock, wake=wake
+    )
+    shares = {"sampler": config.sampler_share, "learner": 1 - config.sampler_share}
+    device = SharedDevice({"sampler": sampler, "learner": learner}, shares, clock, max_stall_s)
+    wakers.append(device)
+    engine = open_database(state_dir / "noria.sqlite")
+    buffer = SqliteBuffer(engine, clock)
+    METADATA.create_all(engine)
+    probe_ids = base.tokenizer.encode(PROBE_TEXT)
+    stages = Stages(
+        learner=learner,
+        sampler=sampler,
+        publisher=Publisher(sampler, learner, clock=clock, spans=spans, probe_ids=probe_ids, timeout_s=60.0),
+        buffer=buffer,
+        pool=ActorPool(sampler, base.tokenizer, clock, spans, max_episodes=config.max_episodes),
+        files=VersionFiles(state_dir / "adapters"),
+        clock=clock,
+        spans=spans,
+        shape=microbatch_shape(config.learner.max_positions),
+        max_rank=config.learner.max_rank,
+        keep_versions=config.keep_versions,
+    )
+    return Circle(stages, device), spans, clock
+
+
+def _check_resume(connection: Connection, config: RunConfig, resume: bool) -> None:
+    row = store.find_run(connection, config.name)
+    if row is None:
+        return
+    if not resume:
+        raise StateConflictError(f"run {config.name} exists already in this state folder: pass --resume to go on with it, or another --state-dir")
+    if row.config != config:
+        changed = [name for name in RunConfig.model_fields if getattr(row.config, name) != getattr(config, name)]
+        raise StateConflictError(f"run {config.name} was started with other settings ({', '.join(changed)} differ); resume it with the same run file")
+
+
+@contextmanager
+def _exclusive(state_dir: Path) -> Iterator[None]:
+    """Hold the state folder for this process: two servers on one folder would name two contents with one version."""
+    state_dir.mkdir(parents=True, exist_ok=True)
+    with (state_dir / "lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise StateConflictError(f"another process is using {state_dir}: stop it, or choose another --state-dir") from error
+        yield
+
+
+def _use_compilation_cache() -> None:
+    """Keep compiled programs between processes."""
+    folder = cache_dir() / "xla"
+    folder.mkdir(parents=True, exist_ok=True)
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

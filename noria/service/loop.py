@@ -1,0 +1,78 @@
+"""The circle: wires the stages as tasks. They meet only in data; there is no tick and no lockstep.
+
+                observations                    EpisodeGroup                     TokenTree → Microbatch
+     Environment ───────────▶  actors ──────────────────────▶  buffer  ──────────────────────────────▶  learner
+          ▲                    ▲   │                                                                       │
+          │ actions            │   │ SampleRequest                                             AdapterVersion
+          └────────────────────┘   ▼                                                                       ▼
+                               sampler  ◀──────────────────────────────────────────────────────────  adapters
+
+    who         waits for                        never waits for
+    actor       its environment, its completion  the learner, other episodes
+    sampler     any request                      environments, a publish
+    learner     any run with a full batch        actors of other runs, other runs' batches
+    adapters    a committed optimizer step       anything else
+
+Here: each run is an `ActiveRun` (service/runs.py) with its own tasks; sampler and learner share one device thread (service/device.py).
+"""
+
+import asyncio
+import logging
+from typing import final
+
+from noria.errors import StageStoppedError, StateConflictError
+from noria.observe import log_event
+from noria.service.device import SharedDevice
+from noria.service.runs import ActiveRun, Stages
+
+log = logging.getLogger(__name__)
+
+
+@final
+class Circle:
+    """Owner of the active runs and of the device thread's life. Touched by the event loop only."""
+
+    def __init__(self, stages: Stages, device: SharedDevice) -> None:
+        self.stages, self._device = stages, device
+        self.runs: dict[str, ActiveRun] = {}
+        self._loop = asyncio.get_running_loop()
+
+    def start(self) -> None:
+        """Start the device thread."""
+
+        def on_failure(name: str, error: BaseException) -> None:
+            self._loop.call_soon_threadsafe(self._stage_failed, name, error)
+
+        self._device.start(on_failure)
+
+    async def add(self, run: ActiveRun) -> None:
+        """Bring a run up and let it go round. Raises StateConflictError if it is active already, and what `ActiveRun.start` raises."""
+        if run.run_id in self.runs:
+            raise StateConflictError(f"run {run.run_id} is active already")
+        self.runs[run.run_id] = run
+        try:
+            await run.start()
+        except BaseException:
+            await run.stop()
+            del self.runs[run.run_id]
+            raise
+
+    async def finished(self) -> dict[str, BaseException]:
+        """Wait until every run has ended; the runs that failed, each with its cause."""
+        results = await asyncio.gather(*(run.finished() for run in self.runs.values()), return_exceptions=True)
+        return {name: result for name, result in zip(self.runs, results, strict=True) if isinstance(result, BaseException)}
+
+    async def close(self, drain_s: float) -> None:
+        """Stop the runs, then the stages, in the direction of the flow. What is committed stays. Idempotent."""
+        for run in self.runs.values():
+            await run.stop()
+        await self.stages.pool.close()
+        stopped = StageStoppedError("the server is shutting down")
+        if not await asyncio.to_thread(self._device.stop, drain_s):
+            log_event(log, logging.ERROR, "device thread did not stop in time", timeout_s=drain_s)
+        self.stages.sampler.fail(stopped)
+        self.stages.learner.fail(stopped)
+        await asyncio.to_thread(self.stages.buffer.close)
+
+    def _stage_failed(self, name: str, error: BaseException) -> None:
+        log_event(log, logging.CRITICAL, "stage failed", stage=name, error=repr(error))

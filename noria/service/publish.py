@@ -1,0 +1,84 @@
+"""Publishing: a committed version becomes what the sampler uses, and is proved to be.
+
+The proof has two parts (design section 6): the integer checksum of the slot's bytes, equal in the committed file and in the sampler's arrays; and
+a probe through the same `sample` call that every request takes, whose behavior_logprobs must be the learner's within the dtype's tolerance. A
+sampler that went on with an older adapter, or a scale that is wrong on one side, fails the probe. A mismatch stops the run.
+"""
+
+import asyncio
+from concurrent.futures import Future
+from typing import Protocol, final
+
+import numpy as np
+
+from noria.errors import PublishProofError
+from noria.model.lora import HostAdapter
+from noria.protocols import Clock, Sampler, Spans
+from noria.types import AdapterVersion, FloatArray, Ids, LoraSpec, SampleRequest, SamplingParams
+
+PROBE_TOKENS = 4
+"""Greedy tokens of a probe: with the probe's prompt they cross every layer, cached and fresh keys, and the head, in a few milliseconds."""
+
+TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-2}
+"""Largest mean |behavior - learner| log-probability of a probe, by the base's dtype (design section 6)."""
+
+PROBE_TENANT = "noria"
+
+
+class PublishingSampler(Sampler, Protocol):
+    """The sampler as its publisher sees it."""
+
+    def publish(self, run_id: str, version: int, adapter: HostAdapter, scale: float) -> "Future[int]":
+        """Make `version` the run's newest between two dispatches; the result is the checksum of the slot's bytes on the device."""
+
+
+class Scorer(Protocol):
+    """The learner as a publisher sees it."""
+
+    def score_ids(self, run_id: str, ids: Ids) -> "Future[FloatArray]":
+        """learner_logprobs of ids[1:] by the run's current adapter."""
+
+
+@final
+class Publisher:
+    """Publishes and proves. Stateless but for its seams; called from the event loop, one publish per run at a time."""
+
+    def __init__(
+        self, sampler: PublishingSampler, learner: Scorer, *, clock: Clock, spans: Spans, probe_ids: Ids, timeout_s: float, dtype: str = "float32"
+    ) -> None:
+        assert len(probe_ids) > 1, "a probe needs a prompt"
+        self._sampler, self._learner, self._clock, self._spans = sampler, learner, clock, spans
+        self._probe_ids, self._timeout_s, self._tolerance = probe_ids, timeout_s, TOLERANCE[dtype]
+
+    async def publish(self, record: AdapterVersion, adapter: HostAdapter, lora: LoraSpec) -> None:
+        """Publish a committed version whose adapter the learner holds too, and prove it.
+
+        Raises PublishProofError (checksum or probe), DeadlineExceededError, SlotsExhaustedError, StageStoppedError.
+        """
+        with self._spans.span("adapters", "publish", record.run_id):
+            await self._clock.wait_for(self._publish(record, adapter, lora), self._timeout_s, f"publish of {record.run_id} v{record.version}")
+
+    async def _publish(self, record: AdapterVersion, adapter: HostAdapter, lora: LoraSpec) -> None:
+        found = await asyncio.wrap_future(self._sampler.publish(record.run_id, record.version, adapter, lora.alpha / lora.rank))
+        if found != record.checksum:
+            raise PublishProofError(
+                f"run {record.run_id} v{record.version}: the sampler's slot has checksum {found}, committed was {record.checksum}; the run stops"
+            )
+        await self._probe(record)
+
+    async def _probe(self, record: AdapterVersion) -> None:
+        name = f"{record.run_id}/probe-{record.version}"
+        params = SamplingParams(max_tokens=PROBE_TOKENS, temperature=0.0)
+        completion = await self._sampler.sample(
+            SampleRequest(name, PROBE_TENANT, record.run_id, name, self._probe_ids, params, version=record.version)
+        )
+        scored = await asyncio.wrap_future(self._learner.score_ids(record.run_id, self._probe_ids + completion.sampled_ids))
+        learner_logprobs = scored[len(self._probe_ids) - 1 :]
+        error = float(np.abs(learner_logprobs - np.array(completion.behavior_logprobs, np.float32)).mean())
+        if not error <= self._tolerance:  # NaN fails too
+            raise PublishProofError(
+                f"run {record.run_id} v{record.version}: the sampler's probe differs from the learner's by {error:.2e} nats on average, "
+                f"allowed are {self._tolerance:g}; the run stops"
+            )
+        if set(completion.versions) != {record.version}:
+            raise PublishProofError(f"run {record.run_id} v{record.version}: the probe was answered by versions {sorted(set(completion.versions))}")

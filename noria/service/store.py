@@ -1,0 +1,151 @@
+"""What outlives the process, beside the buffer: runs, their committed versions with metrics, and evaluations. SQLAlchemy Core, no logic.
+
+Functions take the connection of a transaction that somebody else owns, so that a step's commit (version, settled groups) is one transaction.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from sqlalchemy import BigInteger, Column, Connection, Float, Integer, String, Table, func, insert, select, update
+
+from noria.buffer.tables import GROUPS, METADATA
+from noria.config import RunConfig
+from noria.errors import StateConflictError
+from noria.types import AdapterVersion
+
+RUNNING, FINISHED, FAILED = "running", "finished", "failed"
+
+RUNS = Table(
+    "runs",
+    METADATA,
+    Column("run_id", String, primary_key=True),
+    Column("config", String, nullable=False, doc="the run file as JSON"),
+    Column("status", String, nullable=False),
+    Column("message", String, nullable=False, default="", doc="why it failed, or finished early"),
+    Column("created_at_s", Float, nullable=False, doc="Unix seconds"),
+)
+
+VERSIONS = Table(
+    "versions",
+    METADATA,
+    Column("run_id", String, primary_key=True),
+    Column("version", Integer, primary_key=True),
+    Column("checksum", BigInteger, nullable=False),
+    Column("path", String, nullable=False, doc="below the adapters' folder; retention may have removed it"),
+    Column("committed_at_s", Float, nullable=False, doc="Unix seconds"),
+    Column("metrics", String, nullable=False, doc="JSON object of numbers"),
+)
+
+EVALUATIONS = Table(
+    "evaluations",
+    METADATA,
+    Column("run_id", String, primary_key=True),
+    Column("version", Integer, primary_key=True),
+    Column("accuracy", Float, nullable=False),
+    Column("mean_reward", Float, nullable=False),
+    Column("num_tasks", Integer, nullable=False),
+    Column("num_failed", Integer, nullable=False),
+    Column("evaluated_at_s", Float, nullable=False, doc="Unix seconds"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class RunRow:
+    """A run as stored."""
+
+    run_id: str
+    config: RunConfig
+    status: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class VersionRow:
+    """A committed version. metrics: of the optimizer step that made it, empty for version 0."""
+
+    record: AdapterVersion
+    committed_at_s: float
+    metrics: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationRow:
+    """One held-out evaluation. accuracy: fraction of the tasks that did not fail with full reward."""
+
+    version: int
+    accuracy: float
+    mean_reward: float
+    num_tasks: int
+    num_failed: int
+
+
+def create_run(connection: Connection, config: RunConfig, now_s: float) -> None:
+    """Record a new run. Raises StateConflictError if the name is taken."""
+    if find_run(connection, config.name) is not None:
+        raise StateConflictError(f"run {config.name} exists already in this state folder: resume it, or choose another name or folder")
+    connection.execute(insert(RUNS).values(run_id=config.name, config=config.model_dump_json(), status=RUNNING, message="", created_at_s=now_s))
+
+
+def find_run(connection: Connection, run_id: str) -> RunRow | None:
+    """The run, or None."""
+    row = connection.execute(select(RUNS).where(RUNS.c.run_id == run_id)).one_or_none()
+    if row is None:
+        return None
+    return RunRow(row.run_id, RunConfig.model_validate_json(row.config), row.status, row.message)
+
+
+def set_status(connection: Connection, run_id: str, status: str, message: str = "") -> None:
+    """Change a run's status."""
+    connection.execute(update(RUNS).where(RUNS.c.run_id == run_id).values(status=status, message=message))
+
+
+def add_version(connection: Connection, record: AdapterVersion, metrics: Mapping[str, float], now_s: float) -> None:
+    """Commit a version. Raises StateConflictError unless it is the next one: a version never goes back, and none names two contents."""
+    newest = connection.execute(select(func.max(VERSIONS.c.version)).where(VERSIONS.c.run_id == record.run_id)).scalar()
+    expected = 0 if newest is None else newest + 1
+    if record.version != expected:
+        raise StateConflictError(f"run {record.run_id}: version {record.version} cannot follow {newest}; the next one is {expected}")
+    connection.execute(
+        insert(VERSIONS).values(
+            run_id=record.run_id,
+            version=record.version,
+            checksum=record.checksum,
+            path=record.path,
+            committed_at_s=now_s,
+            metrics=json.dumps(dict(metrics)),
+        )
+    )
+
+
+def versions(connection: Connection, run_id: str) -> list[VersionRow]:
+    """All committed versions of the run, oldest first."""
+    rows = connection.execute(select(VERSIONS).where(VERSIONS.c.run_id == run_id).order_by(VERSIONS.c.version))
+    return [VersionRow(AdapterVersion(r.run_id, r.version, r.checksum, r.path), r.committed_at_s, json.loads(r.metrics)) for r in rows]
+
+
+def add_evaluation(connection: Connection, run_id: str, row: EvaluationRow, now_s: float) -> None:
+    """Record an evaluation, in place of an earlier one of the same version."""
+    connection.execute(EVALUATIONS.delete().where(EVALUATIONS.c.run_id == run_id, EVALUATIONS.c.version == row.version))
+    connection.execute(
+        insert(EVALUATIONS).values(
+            run_id=run_id,
+            version=row.version,
+            accuracy=row.accuracy,
+            mean_reward=row.mean_reward,
+            num_tasks=row.num_tasks,
+            num_failed=row.num_failed,
+            evaluated_at_s=now_s,
+        )
+    )
+
+
+def evaluations(connection: Connection, run_id: str) -> list[EvaluationRow]:
+    """All evaluations of the run, oldest version first."""
+    rows = connection.execute(select(EVALUATIONS).where(EVALUATIONS.c.run_id == run_id).order_by(EVALUATIONS.c.version))
+    return [EvaluationRow(r.version, r.accuracy, r.mean_reward, r.num_tasks, r.num_failed) for r in rows]
+
+
+def tokens_sampled(connection: Connection, run_id: str) -> int:
+    """Tokens sampled by all of the run's groups that became ready, whether trained or dropped later."""
+    return int(connection.execute(select(func.coalesce(func.sum(GROUPS.c.num_sampled), 0)).where(GROUPS.c.run_id == run_id)).scalar_one())
