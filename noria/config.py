@@ -4,6 +4,7 @@ Unknown keys are errors that name the nearest key. This is the only reader of os
 """
 
 import difflib
+import math
 import os
 import tomllib
 from pathlib import Path
@@ -221,3 +222,15 @@ def cache_dir() -> Path:
     if explicit:
         return Path(explicit)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "noria"
+
+
+def install_seconds() -> float:
+    """Seconds that the installation took, as `make demo` measured them: $NORIA_INSTALL_S, else 0. Raises ConfigError unless it is a number >= 0."""
+    text = os.environ.get("NORIA_INSTALL_S", "0")
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 <= seconds < math.inf:
+        raise ConfigError(f"NORIA_INSTALL_S must be a number of seconds, at least 0 (got {text!r})")
+    return seconds

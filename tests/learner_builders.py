@@ -5,13 +5,13 @@ import functools
 import jax
 import numpy as np
 
+from noria.clock import RealClock
 from noria.config import AlgorithmConfig, LearnerConfig
 from noria.learner.learner import Learner, RunSpec
 from noria.model import lora
 from noria.model.placement import place
 from noria.model.weights import load_base
 from noria.observe import SpanRecorder
-from noria.clock import RealClock
 from noria.rl.packing import cut, shapes_up_to
 from noria.rl.tree import build_tree
 from noria.types import Completion, Episode, EpisodeGroup, LoraSpec, LossSpec, OptimizerSpec, Task, Turn
@@ -73,7 +73,7 @@ def make_learner(max_positions=256, num_slots=4, max_rank=8):
 
 
 def drain(learner):
-    while learner.has_work():
+    while learner.has_work:
         learner.step()
 
 

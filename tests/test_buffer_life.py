@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 from sqlalchemy import select
 
+from noria.buffer.cursor import task_at
 from noria.buffer.database import open_database
 from noria.buffer.sqlite import SqliteBuffer
 from noria.buffer.tables import GROUPS
@@ -184,6 +185,9 @@ def test_a_task_that_keeps_failing_is_quarantined_and_skipped(clock, buffer):
     counts = clock.run(buffer.counts("r"))
     assert seen.count(bad) == 1
     assert (counts.num_quarantined, counts.by_reason) == (1, {"failed": 2, "no_signal": 39})
+    order = [task_at(p, num_tasks=10, seed=0).index for p in range(60)]
+    second_failure = order.index(bad, 10)
+    assert seen == (order[1 : second_failure + 1] + [index for index in order[second_failure + 1 :] if index != bad])[:40]
     assert counts.num_skipped >= 2
 
 

@@ -37,7 +37,14 @@ def naive_logprobs(adapter, scale, ids_ET, temperature_ET):
     angles = rotary_angles(config, jnp.tile(jnp.arange(LENGTH), (rows, 1)))
     for layer in range(config.num_layers):
         copies = {side: {m: jnp.repeat(leaf[layer][None], rows, 0) for m, leaf in adapter[side].items()} for side in ("a", "b")}
-        x = block(base.layers[layer], RowAdapters(copies["a"], copies["b"], jnp.full(rows, scale)), x, angles, dense_attention, config)
+        x = block(
+            base.layers[layer],
+            RowAdapters(copies["a"], copies["b"], jnp.full(rows, scale)),
+            x,
+            angles=angles,
+            attention=dense_attention,
+            config=config,
+        )
     logits = unembed(base.stacked, x.reshape(rows * LENGTH, -1), config).reshape(rows, LENGTH, -1)[:, :-1] / temperature_ET[:, 1:, None]
     return jnp.take_along_axis(jax.nn.log_softmax(logits, -1), ids_ET[:, 1:, None], 2)[..., 0]
 
@@ -92,13 +99,11 @@ def packed_gradient(groups, state, run_spec, max_positions):
         arrays = to_device(microbatch)
         outputs, residuals = score(base.stacked, slots.params, scale_A, arrays, config)
         cotangent, _ = loss_cotangents(outputs, loss_inputs(microbatch), loss_table({SLOT: run_spec.loss}, 3))
-        gradient = pull(base.stacked, slots.params, scale_A, arrays, residuals, cotangent, gradient, config)
+        gradient = pull(base.stacked, slots.params, scale_A, arrays, residuals, cotangent_M=cotangent, accumulators=gradient, config=config)
     return jax.tree.map(lambda leaf: leaf[:, SLOT], gradient), shared, len(pieces)
 
 
-@pytest.mark.parametrize(
-    ("seed", "groups", "turns", "max_positions", "cuts"), [(1, 3, 1, 256, False), (2, 2, 3, 256, False), (3, 6, 2, 64, True)]
-)
+@pytest.mark.parametrize(("seed", "groups", "turns", "max_positions", "cuts"), [(1, 3, 1, 256, False), (2, 2, 3, 256, False), (3, 6, 2, 64, True)])
 def test_packed_tree_gradients_equal_naive_per_episode_gradients(seed, groups, turns, max_positions, cuts):
     recorded = random_groups(seed, num_groups=groups, turns=turns, answer=4)
     run_spec = spec("run")

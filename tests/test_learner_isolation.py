@@ -9,6 +9,7 @@ from learner_builders import drain, make_learner, nonzero_state, pieces_of, rand
 from noria.errors import GradientNotFiniteError, InvalidRequestError, SlotsExhaustedError, StateConflictError
 from noria.learner.learner import Learner
 from noria.learner.optimizer import read_slot
+from noria.model.transformer import forward_logits
 from noria.types import TILE
 
 
@@ -142,7 +143,9 @@ def test_no_program_is_compiled_after_warm_up_over_300_random_batches():
         rng = np.random.default_rng(0)
         for step in range(100):
             for slot in range(3):
-                groups = random_groups(1000 + 3 * step + slot, num_groups=int(rng.integers(1, 7)), prompt=int(rng.integers(4, 60)), turns=int(rng.integers(1, 3)))
+                groups = random_groups(
+                    1000 + 3 * step + slot, num_groups=int(rng.integers(1, 7)), prompt=int(rng.integers(4, 60)), turns=int(rng.integers(1, 3))
+                )
                 if pieces := pieces_of(groups, 512):
                     learner.train(f"run{slot}", pieces)
             drain(learner)
@@ -189,8 +192,6 @@ def test_bad_requests_to_the_learner_are_refused_with_named_errors():
 
 
 def test_scored_ids_equal_the_reference_forward_pass():
-    from noria.model.transformer import forward_logits
-
     config, base = tiny()
     learner = make_learner()
     run_spec = spec("run")

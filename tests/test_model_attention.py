@@ -83,7 +83,7 @@ def test_a_neighbours_nan_does_not_reach_another_tile():
 
 
 def test_positions_in_no_pair_have_zero_output_and_minus_infinite_lse():
-    q, k, v, end, visible = random_case(1, 2)
+    q, k, v, end, _ = random_case(1, 2)
     pairs = Pairs(jnp.zeros(3, jnp.int32), jnp.zeros(3, jnp.int32), jnp.int32(1))
     out, lse = attend(q, k, v, pairs, jnp.asarray(end))
     assert (np.asarray(out[TILE:]) == 0).all()

@@ -158,6 +158,7 @@ class Learner:
         """learner_logprobs of ids[1:] given what precedes each, temperature 1, by the run's current adapter: float32 [len(ids) - 1]."""
         return self._post(lambda: self._score_ids(run_id, ids))
 
+    @property
     def has_work(self) -> bool:
         """Whether `step` would do something."""
         return bool(self._inbox or self._jobs or self._scored)
@@ -318,9 +319,9 @@ class Learner:
                 jnp.asarray(self._scale_A),
                 scored.arrays,
                 scored.residuals,
-                scored.cotangent_M,
-                self._state.gradient,
-                self._config,
+                cotangent_M=scored.cotangent_M,
+                accumulators=self._state.gradient,
+                config=self._config,
             )
             self._state = self._state._replace(gradient=jax.block_until_ready(gradient))
         self._scored = None

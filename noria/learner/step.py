@@ -114,6 +114,7 @@ def pull(
     scale_A: jax.Array,
     arrays: Arrays,
     residuals: Residuals,
+    *,
     cotangent_M: jax.Array,
     accumulators: AdapterTree,
     config: ModelConfig,
@@ -128,7 +129,7 @@ def pull(
         d_x, sums = carry
         index, weights, slots_of_layer, x, out, lse = scanned
         adapters = gather_rows(slots_of_layer, scale_A, arrays.slot_R)
-        d_x, gradient = _layer_pull(weights, adapters, (x, out, lse), d_x, angles, arrays, config)
+        d_x, gradient = _layer_pull(weights, adapters, (x, out, lse), d_x, angles=angles, arrays=arrays, config=config)
         sums = jax.tree.map(lambda total, part_R: _add_rows(total, index, arrays.slot_R, part_R), sums, gradient)
         return (d_x, sums), None
 
@@ -148,6 +149,7 @@ def _layer_pull(
     adapters: RowAdapters,
     saved: tuple[jax.Array, jax.Array, jax.Array],
     d_y_RCD: jax.Array,
+    *,
     angles: Angles,
     arrays: Arrays,
     config: ModelConfig,

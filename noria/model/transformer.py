@@ -75,7 +75,9 @@ def after_attention(weights: Weights, adapters: RowAdapters | None, x_RCD: jax.A
     return x + project(weights, adapters, "down", gated)
 
 
-def block(weights: Weights, adapters: RowAdapters | None, x_RCD: jax.Array, angles: Angles, attention: Attention, config: ModelConfig) -> jax.Array:
+def block(
+    weights: Weights, adapters: RowAdapters | None, x_RCD: jax.Array, *, angles: Angles, attention: Attention, config: ModelConfig
+) -> jax.Array:
     """One decoder layer."""
     q, k, v = before_attention(weights, adapters, x_RCD, angles, config)
     return after_attention(weights, adapters, x_RCD, attention(q, k, v), config)
@@ -114,5 +116,5 @@ def forward_logits(params: Mapping[str, Any], config: ModelConfig, ids_T: IntArr
 
     x = embed(params, ids_RC)
     for layer in range(config.num_layers):
-        x = block({name: w[layer] for name, w in params["layers"].items()}, None, x, angles, attention, config)
+        x = block({name: w[layer] for name, w in params["layers"].items()}, None, x, angles=angles, attention=attention, config=config)
     return unembed(params, x.reshape(blocks * TILE, -1)[:length], config)

@@ -2,8 +2,8 @@
 
     name -> file -> metadata -> ModelConfig -> every tensor's name and shape checked -> stacked float32 arrays
 
-Weights are expanded from the quantized file at each start (0.4 s for SmolLM2-135M on two cores): as fast as mapping a cache of the expanded
-weights and checking it, with nothing on disk that can be stale (`docs/decisions.md`). All arrays start on 64-byte borders, and so does each
+Weights are expanded from the quantized file at each start (LOADTIME for SmolLM2-135M on two cores), so that nothing on disk can be stale
+(`docs/decisions.md`). All arrays start on 64-byte borders, and so does each
 layer's slice, so that `model/placement.py` can hand them to JAX without a copy.
 Deliberately not here: devices and dtypes (`model/placement.py`), the forward pass (`model/transformer.py`).
 """
@@ -244,8 +244,10 @@ def _leaves(params: Params, config: ModelConfig) -> Iterator[tuple[Key, FloatArr
 
 def _fill(tensor: GgufTensor, out: FloatArray, config: ModelConfig) -> None:
     num_heads = {"attn_q": config.num_heads, "attn_k": config.num_kv_heads}.get(tensor.name.split(".")[-2])
-    row_order = None if num_heads is None else _halves_order(num_heads, config.head_dim)
-    expand(tensor, out, transpose=tensor.name.startswith("blk.") and out.ndim == 2, row_order=row_order)
+    values = expand(tensor)
+    if num_heads is not None:
+        values = values[_halves_order(num_heads, config.head_dim)]
+    out[...] = values.T if tensor.name.startswith("blk.") else values  # the transpose of a vector is the vector
 
 
 def _halves_order(num_heads: int, head_dim: int) -> npt.NDArray[np.intp]:

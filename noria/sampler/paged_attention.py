@@ -1,9 +1,9 @@
 """Attention over keys that lie in pages, without ever gathering a whole context: the sampler's form of `model.attention.attend_pages`.
 
-Rows go in groups and keys in blocks of 128 positions, merged by log-sum-exp. The loops have traced bounds: a group reads as many blocks as its longest
-row has, so one program serves every context length, and a row's bits do not depend on how long other groups' rows are (a block that a row cannot see
-multiplies its sums by exactly 1 and adds exactly 0). Gathered blocks stay in the second-level cache: on two CPU cores 3 to 8 times faster than one
-gather of all keys, for 128 positions already.
+Rows go in groups and keys in blocks of 128 positions, merged by log-sum-exp. The loops have traced bounds: a group reads as many blocks as its
+longest row has, so one program serves every context length, and a row's bits do not depend on how long other rows are (a block that a row cannot
+see multiplies its sums by exactly 1 and adds exactly 0). Gathered blocks stay in the second-level cache: on two CPU cores 64 lanes of 128 positions
+took 1.9 ms a layer instead of 14.
 
     R row   C query of a row   N query heads   K kv heads   H head size   P page of a table   S key of a block
     U group of rows   E row of a group   J heads that are computed apart   Q queries of such a head   Z features of such a head
@@ -51,7 +51,10 @@ def attend_rows(
             part, peak, total = carry
             pages = jax.lax.dynamic_slice_in_dim(table_EP, index * BLOCK_PAGES, BLOCK_PAGES, axis=1)
             k_ESJZ, v_ESJZ = (_gather(x, pages, heads) for x in (k_pages, v_pages))
-            scores = jax.lax.dot_general(q_EJQZ, k_ESJZ, (((3,), (3,)), ((0, 1), (0, 2))), precision=_HIGHEST)
+            if is_folded:  # the larger operand first: it stays as it lies, a quarter faster
+                scores = jax.lax.dot_general(k_ESJZ, q_EJQZ, (((3,), (3,)), ((0, 2), (0, 1))), precision=_HIGHEST).swapaxes(2, 3)
+            else:
+                scores = jax.lax.dot_general(q_EJQZ, k_ESJZ, (((3,), (3,)), ((0, 1), (0, 2))), precision=_HIGHEST)
             key_S = index * BLOCK_PAGES * PAGE + jnp.arange(BLOCK_PAGES * PAGE)
             scores = jnp.where(key_S <= position_EQ[:, None, :, None], scores, -jnp.inf)
             new_peak = jnp.maximum(peak, scores.max(-1))
@@ -61,7 +64,8 @@ def attend_rows(
 
         start = jnp.zeros_like(q_EJQZ), jnp.full(q_EJQZ.shape[:-1], _NEVER), jnp.zeros(q_EJQZ.shape[:-1])
         part, _, total = jax.lax.fori_loop(0, num_blocks_U[u], block, start)
-        return jax.lax.dynamic_update_index_in_dim(out, part / total[..., None], u, 0)
+        updated: jax.Array = jax.lax.dynamic_update_index_in_dim(out, part / total[..., None], u, 0)
+        return updated
 
     out_URJQZ = jax.lax.fori_loop(0, q_URJQZ.shape[0], group, jnp.zeros_like(q_URJQZ))
     return _outputs(out_URJQZ, num_kv, (num_rows, length, num_heads, size), is_folded=is_folded)
@@ -74,7 +78,8 @@ def _queries(q_RCNH: jax.Array, num_kv: int, rows_per_group: int, *, is_folded: 
     q = (q_RCNH * size**-0.5).reshape(num_rows, length, num_kv, group, size).transpose(0, 2, 3, 1, 4).reshape(num_rows, num_kv, group * length, size)
     if is_folded:
         q = (q[:, :, :, None, :] * jnp.eye(num_kv)[:, None, :, None]).reshape(num_rows, 1, num_kv * group * length, num_kv * size)
-    return q.reshape(-1, rows_per_group, *q.shape[1:])
+    blocks: jax.Array = q.reshape(-1, rows_per_group, *q.shape[1:])
+    return blocks
 
 
 def _outputs(out_URJQZ: jax.Array, num_kv: int, shape: tuple[int, int, int, int], *, is_folded: bool) -> jax.Array:
@@ -86,10 +91,11 @@ def _outputs(out_URJQZ: jax.Array, num_kv: int, shape: tuple[int, int, int, int]
         out = jnp.stack([blocks[:, head, :, head] for head in range(num_kv)], axis=1)
     else:
         out = out_URJQZ
-    return out.reshape(num_rows, num_kv, group, length, size).transpose(0, 3, 1, 2, 4).reshape(shape)
+    result: jax.Array = out.reshape(num_rows, num_kv, group, length, size).transpose(0, 3, 1, 2, 4).reshape(shape)
+    return result
 
 
 def _gather(pool: jax.Array, pages_EP: jax.Array, heads: int) -> jax.Array:
     """The pages' keys or values in order, [E, S, J, Z]. Page numbers come from our own tables and are in bounds."""
-    flat = pool.reshape(pool.shape[0], -1).at[pages_EP].get(mode="promise_in_bounds")
+    flat: jax.Array = pool.reshape(pool.shape[0], -1).at[pages_EP].get(mode="promise_in_bounds")
     return flat.reshape(pages_EP.shape[0], pages_EP.shape[1] * PAGE, heads, -1)

@@ -25,8 +25,8 @@ from noria.model.config import ModelConfig
 from noria.model.lora import AdapterTree, HostAdapter, gather_rows, layer_checksum, module_sizes
 from noria.model.placement import BaseParams
 from noria.model.transformer import block, embed, rotary_angles, unembed
-from noria.sampler.pages import PAGE
 from noria.sampler.paged_attention import BLOCK_PAGES, attend_rows
+from noria.sampler.pages import PAGE
 from noria.sampler.sequence import CHUNK, LANES_PER_TILE, MAX_STOP_IDS, DecodeDispatch, PageCopy, PrefillDispatch, Sampled
 
 COPY_WIDTH = 16
@@ -281,7 +281,7 @@ def _forward(
             return out.reshape(q_RCNH.shape)
 
         adapters = gather_rows(resident.adapters[layer], resident.scale_A, slot_R)
-        x_RCD = block(weights, adapters, x_RCD, angles, attention, config)
+        x_RCD = block(weights, adapters, x_RCD, angles=angles, attention=attention, config=config)
     return x_RCD, tuple(new_k), tuple(new_v)
 
 
@@ -289,8 +289,8 @@ def _sample(logits_WV: jax.Array, lanes: Lanes, position_W: jax.Array) -> tuple[
     """One id per lane, drawn from softmax(logits / temperature), temperature 0: the most likely; and its log-probability.
 
     The key of a token is fold_in(fold_in(seed, sample index), position of the sampled token): it depends on nothing else in the batch. The draw
-    inverts the cumulative distribution in two stages, over the columns of the vocabulary laid out as a matrix, then within a column: two random numbers
-    instead of one per id, which would cost as much as all matmuls of a decode step on CPU.
+    inverts the cumulative distribution in two stages, over the columns of the vocabulary laid out as a matrix, then within a column: two random
+    numbers instead of one per id (Gumbel-max), which cost as much as all matmuls of a decode step on CPU.
     """
     vocab_size = logits_WV.shape[1]
     is_random_W = lanes.temperature_W > 0

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import final
 
 import jax
-from sqlalchemy import Connection
+from sqlalchemy import Connection, Engine
 
 from noria.actors.load import load_environment
 from noria.actors.pool import ActorPool
@@ -36,7 +36,7 @@ from noria.model.weights import LoadedBase, load_base
 from noria.observe import SpanRecorder
 from noria.protocols import EnvironmentFactory
 from noria.rl.packing import microbatch_shape
-from noria.sampler.engine import Engine
+from noria.sampler.engine import SamplerEngine
 from noria.seeds import derive_seed
 from noria.service import store
 from noria.service.device import SharedDevice
@@ -119,15 +119,19 @@ async def open_server(config: ServerConfig) -> AsyncIterator[Server]:
     with _exclusive(state_dir):
         _use_compilation_cache()
         base = await asyncio.to_thread(load_base, config.base)
-        circle, spans, clock = _build(config, base, state_dir)
-        circle.start()
+        database = open_database(state_dir / "noria.sqlite")
         try:
-            yield Server(config, base, circle, spans, clock)
+            circle, spans, clock = _build(config, base, database, state_dir / "adapters")
+            circle.start()
+            try:
+                yield Server(config, base, circle, spans, clock)
+            finally:
+                await circle.close(drain_s=60.0)
         finally:
-            await circle.close(drain_s=60.0)
+            database.dispose()
 
 
-def _build(config: ServerConfig, base: LoadedBase, state_dir: Path) -> tuple[Circle, SpanRecorder, RealClock]:
+def _build(config: ServerConfig, base: LoadedBase, database: Engine, adapters_dir: Path) -> tuple[Circle, SpanRecorder, RealClock]:
     clock = RealClock()
     spans = SpanRecorder(clock)
     params = place(base.params)
@@ -139,30 +143,29 @@ def _build(config: ServerConfig, base: LoadedBase, state_dir: Path) -> tuple[Cir
 
     max_stall_s = config.max_stall_ms / 1000
     learner = Learner(params.stacked, base.config, config.learner, spans=spans, clock=clock, wake=wake, max_stall_s=max_stall_s)
-    sampler = Engine(
-        params, base.config, config.sampler, eos_id=base.tokenizer.eos_id, max_rank=config.learner.max_rank, spans=spans, clock=clock, wake=wake
-    )
+    eos_id, max_rank = base.tokenizer.eos_id, config.learner.max_rank
+    sampler = SamplerEngine(params, base.config, config.sampler, max_rank=max_rank, eos_id=eos_id, spans=spans, wake=wake)
     shares = {"sampler": config.sampler_share, "learner": 1 - config.sampler_share}
     device = SharedDevice({"sampler": sampler, "learner": learner}, shares, clock, max_stall_s)
     wakers.append(device)
-    engine = open_database(state_dir / "noria.sqlite")
-    buffer = SqliteBuffer(engine, clock)
-    METADATA.create_all(engine)
+    buffer = SqliteBuffer(database, clock)
+    METADATA.create_all(database)
     probe_ids = base.tokenizer.encode(PROBE_TEXT)
     stages = Stages(
         learner=learner,
         sampler=sampler,
-        publisher=Publisher(sampler, learner, clock=clock, spans=spans, probe_ids=probe_ids, timeout_s=60.0),
+        device=device,
+        publisher=Publisher(sampler, learner, device, clock=clock, spans=spans, probe_ids=probe_ids, timeout_s=60.0),
         buffer=buffer,
         pool=ActorPool(sampler, base.tokenizer, clock, spans, max_episodes=config.max_episodes),
-        files=VersionFiles(state_dir / "adapters"),
+        files=VersionFiles(adapters_dir),
         clock=clock,
         spans=spans,
         shape=microbatch_shape(config.learner.max_positions),
         max_rank=config.learner.max_rank,
         keep_versions=config.keep_versions,
     )
-    return Circle(stages, device), spans, clock
+    return Circle(stages), spans, clock
 
 
 def _check_resume(connection: Connection, config: RunConfig, resume: bool) -> None:

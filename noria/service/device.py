@@ -5,23 +5,29 @@
         learner.step() ──┘
 
 Each step is one device program (some decode steps, one prefill, or one phase of a microbatch), so a stage waits for the other at most one step.
-The thread sleeps on a condition and is woken by whoever brings work; nothing polls.
+What must happen between two steps (a publish, say) is a `call`. The thread sleeps on a condition and is woken by whoever brings work; nothing polls.
 """
 
 import logging
 import threading
+from collections import deque
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Protocol, final
+from typing import Any, Protocol, TypeVar, final
 
+from noria.errors import StageStoppedError
 from noria.protocols import Clock
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 class Stage(Protocol):
     """What runs on a device: synchronous steps, called by the device thread only."""
 
+    @property
     def has_work(self) -> bool:
         """Whether `step` would do something. Cheap; any thread."""
 
@@ -53,7 +59,7 @@ class SharedDevice:
         self._clock = clock
         self._max_stall_s = max_stall_s
         self._condition = threading.Condition()
-        self._is_woken = False
+        self._calls: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
         self._is_stopping = False
         self._on_failure: Callable[[str, BaseException], None] = lambda _name, _error: None
         self.long_steps: dict[str, int] = dict.fromkeys(stages, 0)
@@ -67,8 +73,20 @@ class SharedDevice:
     def wake(self) -> None:
         """Work has arrived. Any thread."""
         with self._condition:
-            self._is_woken = True
             self._condition.notify()
+
+    def call(self, function: Callable[[], T]) -> "Future[T]":
+        """Run `function` on the device thread before its next step; the future has its result or what it raised. Any thread.
+
+        Raises StageStoppedError once the device is stopping.
+        """
+        future: Future[T] = Future()
+        with self._condition:
+            if self._is_stopping:
+                raise StageStoppedError("the device is shutting down")
+            self._calls.append((function, future))
+            self._condition.notify()
+        return future
 
     def stop(self, timeout_s: float) -> bool:
         """Finish the running step, end the thread. Returns whether it ended in time."""
@@ -82,18 +100,21 @@ class SharedDevice:
         was_active: set[str] = set()
         while True:
             with self._condition:
-                self._condition.wait_for(lambda: self._is_woken or self._is_stopping or self._any_work())
-                self._is_woken = False
-                if self._is_stopping:
-                    return
-            active = {name for name, account in self._accounts.items() if not account.is_failed and account.stage.has_work()}
+                self._condition.wait_for(lambda: self._is_stopping or self._calls or self._any_work())
+                calls, self._calls = self._calls, deque()
+                is_stopping = self._is_stopping
+            for function, future in calls:
+                _run_call(function, future)
+            if is_stopping:
+                return
+            active = {name for name, account in self._accounts.items() if not account.is_failed and account.stage.has_work}
             self._credit_newcomers(active, was_active)
             was_active = active
             if active:
                 self._step(min(active, key=lambda name: (self._accounts[name].used, name)))
 
     def _any_work(self) -> bool:
-        return any(not account.is_failed and account.stage.has_work() for account in self._accounts.values())
+        return any(not account.is_failed and account.stage.has_work for account in self._accounts.values())
 
     def _credit_newcomers(self, active: set[str], was_active: set[str]) -> None:
         """A stage that was idle starts level with the least served active one: idling earns no credit."""
@@ -116,3 +137,12 @@ class SharedDevice:
         account.used += elapsed / account.share
         if elapsed > self._max_stall_s:
             self.long_steps[name] += 1
+
+
+def _run_call(function: Callable[[], Any], future: "Future[Any]") -> None:
+    try:
+        result = function()
+    except Exception as error:  # noqa: BLE001 - the caller's failure, handed back to it
+        future.set_exception(error)
+    else:
+        future.set_result(result)

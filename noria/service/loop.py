@@ -22,7 +22,6 @@ from typing import final
 
 from noria.errors import StageStoppedError, StateConflictError
 from noria.observe import log_event
-from noria.service.device import SharedDevice
 from noria.service.runs import ActiveRun, Stages
 
 log = logging.getLogger(__name__)
@@ -32,8 +31,8 @@ log = logging.getLogger(__name__)
 class Circle:
     """Owner of the active runs and of the device thread's life. Touched by the event loop only."""
 
-    def __init__(self, stages: Stages, device: SharedDevice) -> None:
-        self.stages, self._device = stages, device
+    def __init__(self, stages: Stages) -> None:
+        self.stages = stages
         self.runs: dict[str, ActiveRun] = {}
         self._loop = asyncio.get_running_loop()
 
@@ -43,7 +42,7 @@ class Circle:
         def on_failure(name: str, error: BaseException) -> None:
             self._loop.call_soon_threadsafe(self._stage_failed, name, error)
 
-        self._device.start(on_failure)
+        self.stages.device.start(on_failure)
 
     async def add(self, run: ActiveRun) -> None:
         """Bring a run up and let it go round. Raises StateConflictError if it is active already, and what `ActiveRun.start` raises."""
@@ -68,7 +67,7 @@ class Circle:
             await run.stop()
         await self.stages.pool.close()
         stopped = StageStoppedError("the server is shutting down")
-        if not await asyncio.to_thread(self._device.stop, drain_s):
+        if not await asyncio.to_thread(self.stages.device.stop, drain_s):
             log_event(log, logging.ERROR, "device thread did not stop in time", timeout_s=drain_s)
         self.stages.sampler.fail(stopped)
         self.stages.learner.fail(stopped)

@@ -6,6 +6,7 @@ sampler that went on with an older adapter, or a scale that is wrong on one side
 """
 
 import asyncio
+import logging
 from concurrent.futures import Future
 from typing import Protocol, final
 
@@ -13,8 +14,12 @@ import numpy as np
 
 from noria.errors import PublishProofError
 from noria.model.lora import HostAdapter
+from noria.observe import log_event
 from noria.protocols import Clock, Sampler, Spans
+from noria.service.device import SharedDevice
 from noria.types import AdapterVersion, FloatArray, Ids, LoraSpec, SampleRequest, SamplingParams
+
+log = logging.getLogger(__name__)
 
 PROBE_TOKENS = 4
 """Greedy tokens of a probe: with the probe's prompt they cross every layer, cached and fresh keys, and the head, in a few milliseconds."""
@@ -26,10 +31,13 @@ PROBE_TENANT = "noria"
 
 
 class PublishingSampler(Sampler, Protocol):
-    """The sampler as its publisher sees it."""
+    """The sampler as its publisher sees it: both methods belong to the device thread."""
 
-    def publish(self, run_id: str, version: int, adapter: HostAdapter, scale: float) -> "Future[int]":
-        """Make `version` the run's newest between two dispatches; the result is the checksum of the slot's bytes on the device."""
+    def publish(self, run_id: str, version: int, adapter: HostAdapter, scale: float) -> None:
+        """Make `version` the run's newest between two dispatches."""
+
+    def checksum(self, run_id: str, version: int) -> int:
+        """The checksum of the version's bytes on the device."""
 
 
 class Scorer(Protocol):
@@ -44,10 +52,19 @@ class Publisher:
     """Publishes and proves. Stateless but for its seams; called from the event loop, one publish per run at a time."""
 
     def __init__(
-        self, sampler: PublishingSampler, learner: Scorer, *, clock: Clock, spans: Spans, probe_ids: Ids, timeout_s: float, dtype: str = "float32"
+        self,
+        sampler: PublishingSampler,
+        learner: Scorer,
+        device: SharedDevice,
+        *,
+        clock: Clock,
+        spans: Spans,
+        probe_ids: Ids,
+        timeout_s: float,
+        dtype: str = "float32",
     ) -> None:
         assert len(probe_ids) > 1, "a probe needs a prompt"
-        self._sampler, self._learner, self._clock, self._spans = sampler, learner, clock, spans
+        self._sampler, self._learner, self._device, self._clock, self._spans = sampler, learner, device, clock, spans
         self._probe_ids, self._timeout_s, self._tolerance = probe_ids, timeout_s, TOLERANCE[dtype]
 
     async def publish(self, record: AdapterVersion, adapter: HostAdapter, lora: LoraSpec) -> None:
@@ -59,7 +76,12 @@ class Publisher:
             await self._clock.wait_for(self._publish(record, adapter, lora), self._timeout_s, f"publish of {record.run_id} v{record.version}")
 
     async def _publish(self, record: AdapterVersion, adapter: HostAdapter, lora: LoraSpec) -> None:
-        found = await asyncio.wrap_future(self._sampler.publish(record.run_id, record.version, adapter, lora.alpha / lora.rank))
+        def move() -> int:
+            self._sampler.publish(record.run_id, record.version, adapter, lora.alpha / lora.rank)
+            return self._sampler.checksum(record.run_id, record.version)
+
+        found = await asyncio.wrap_future(self._device.call(move))
+        log_event(log, logging.INFO, "published", run_id=record.run_id, version=record.version, checksum=found)
         if found != record.checksum:
             raise PublishProofError(
                 f"run {record.run_id} v{record.version}: the sampler's slot has checksum {found}, committed was {record.checksum}; the run stops"

@@ -11,7 +11,7 @@ the next group admitted, so that no group ever samples a version that its place 
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, final
@@ -34,8 +34,9 @@ from noria.protocols import Clock, Lease, Spans
 from noria.rl.packing import MicrobatchShape, cut
 from noria.rl.staleness import form_batch
 from noria.rl.tree import BatchStatistics, build_tree
-from noria.sampler.engine import Engine
+from noria.sampler.engine import SamplerEngine
 from noria.service import store
+from noria.service.device import SharedDevice
 from noria.service.publish import Publisher
 from noria.types import AdapterVersion, DropReason, EpisodeGroup, Piece
 
@@ -50,7 +51,8 @@ class Stages:
     """What a run uses of its server. All runs share these objects."""
 
     learner: Learner
-    sampler: Engine
+    sampler: SamplerEngine
+    device: SharedDevice
     publisher: Publisher
     buffer: SqliteBuffer
     pool: ActorPool
@@ -128,8 +130,8 @@ class ActiveRun:
         waiting = await stages.buffer.outstanding(self.run_id)
         self._outstanding.update(item.group_id for item in waiting)
         self._count_outstanding()
-        self._spawn(self._admit_groups(), self._tasks)
-        self._spawn(self._train(), self._tasks)
+        self._spawn(self._admit_groups, self._tasks)
+        self._spawn(self._train, self._tasks)
 
     async def finished(self) -> None:
         """Wait for the run's end. Raises what made it fail: RunFailedError, PublishProofError, GradientNotFiniteError, StageStoppedError, ..."""
@@ -186,7 +188,7 @@ class ActiveRun:
                 continue
             self._outstanding.add(lease.group_id)
             self._count_outstanding()
-            self._spawn(self._play(lease), self._tasks)
+            self._spawn(partial(self._play, lease), self._tasks)
 
     async def _next_lease(self) -> Lease | None:
         """A lease to play now: one that a restart recovered, or a new one if the run needs another group and has a place for it."""
@@ -266,7 +268,7 @@ class ActiveRun:
         """Train one batch; whether the run goes on."""
         pieces, statistics, unsignalled = await asyncio.to_thread(self._prepare, groups)
         if not pieces:
-            return await self._settle_without_signal(groups)
+            return await self._settle_untrained(groups, statistics)
         self._batches_without_signal = 0
         result = await asyncio.wrap_future(self._stages.learner.train(self.run_id, pieces))
         staleness = [self.progress.version - g.oldest_version for g in groups if g.oldest_version is not None]
@@ -285,7 +287,7 @@ class ActiveRun:
         unsignalled = {g.group_id for g in groups if len({e.reward for e in g.episodes}) == 1}
         return cut(tree, self._stages.shape), statistics, unsignalled if self._algorithm.zero_signal == "skip" else set()
 
-    async def _settle_without_signal(self, groups: list[EpisodeGroup]) -> bool:
+    async def _settle_untrained(self, groups: list[EpisodeGroup], statistics: BatchStatistics) -> bool:
         ids = [g.group_id for g in groups]
         await self._stages.buffer.transaction(lambda connection: self._stages.buffer.settle_dropped(connection, ids, "no_signal"))
         self._outstanding.difference_update(ids)
@@ -293,7 +295,11 @@ class ActiveRun:
         self._change()
         if self._batches_without_signal < self._algorithm.max_batches_without_signal:
             return True
-        self.progress.message = f"stopped early: {self._batches_without_signal} batches in a row had equal rewards in every group"
+        self.progress.message = (
+            f"stopped early: {self._batches_without_signal} batches in a row had nothing to train; of the last one, "
+            f"{statistics.num_groups_without_signal} of {statistics.num_groups} groups had equal rewards and "
+            f"{statistics.num_truncated} of {statistics.num_episodes} episodes were cut by max_tokens"
+        )
         return False
 
     async def _commit(self, groups: list[EpisodeGroup], unsignalled: set[str], result: StepResult, metrics: Mapping[str, float]) -> None:
@@ -333,14 +339,16 @@ class ActiveRun:
 
     async def _evaluate_soon(self, version: int) -> None:
         """Start an evaluation beside training; the version is pinned before anything newer can be published."""
-        await asyncio.wrap_future(self._stages.sampler.pin(self.run_id, version))
-        self._spawn(self._evaluate_pinned(version), self._evaluating)
+        sampler = self._stages.sampler
+        await asyncio.wrap_future(self._stages.device.call(lambda: sampler.pin(self.run_id, version)))
+        self._spawn(partial(self._evaluate_pinned, version), self._evaluating)
 
     async def _evaluate_pinned(self, version: int) -> None:
         try:
             await self._evaluate(version)
         finally:
-            self._stages.sampler.unpin(self.run_id, version)
+            sampler = self._stages.sampler
+            self._stages.device.call(lambda: sampler.unpin(self.run_id, version))
 
     async def _evaluate(self, version: int) -> None:
         tasks = held_out_tasks(self._rules.environment, self.config.evaluation.num_tasks)
@@ -365,23 +373,22 @@ class ActiveRun:
         self.progress.status, self.progress.message = status, message
         await self._stages.buffer.transaction(lambda connection: store.set_status(connection, self.run_id, status, message))
 
-    def _spawn(self, work: Coroutine[Any, Any, None], owner: set[asyncio.Task[None]]) -> None:
+    def _spawn(self, work: Callable[[], Coroutine[Any, Any, None]], owner: set[asyncio.Task[None]]) -> None:
         task: asyncio.Task[None] = asyncio.get_running_loop().create_task(self._guard(work))
         owner.add(task)
         task.add_done_callback(owner.discard)
 
-    async def _guard(self, work: Coroutine[Any, Any, None]) -> None:
+    async def _guard(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Run one of the run's tasks; what it raises makes the run fail, with its cause, and nobody else's."""
         try:
-            await work
+            await work()
         except NoriaError as error:
-            if isinstance(error, StageStoppedError) and self._done.done():
+            if self._done.done():
                 return
+            self._done.set_exception(error)
+            self._done.exception()  # whoever waits sees it; nobody has to
             log_event(log, logging.ERROR, "run failed", run_id=self.run_id, code=error.code, error=str(error))
             await self._set_status(store.FAILED, f"{error.code}: {error}")
-            if not self._done.done():
-                self._done.set_exception(error)
-                self._done.exception()
             for task in (self._tasks | self._evaluating) - {asyncio.current_task()}:
                 task.cancel()
 

@@ -1,0 +1,182 @@
+"""What is shown while a session runs: a table that is redrawn in place on a terminal, or a line per step anywhere else.
+
+Deliberately not here: where the numbers come from (session.py), and what remains after the end (page.py, summary.py).
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol, TextIO, final
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Column, Table
+from rich.text import Text
+
+from noria.config import RunConfig
+from noria.report.numbers import mean_reward, sparkline, task_name
+from noria.service import store
+from noria.service.runs import REWARD_WINDOW, RunProgress
+
+WIDE = 100
+"""From so many columns on there is room for the run's name beside its task, and for longer curves."""
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """The session now. doing: what it waits for before training, else empty. busy: by stage, of the last seconds. Rates in tokens a second."""
+
+    elapsed_s: float
+    runs: Sequence[tuple[RunConfig, RunProgress]]
+    doing: str = ""
+    sampled_per_s: float = 0.0
+    trained_per_s: float = 0.0
+    busy: Mapping[str, float] = field(default_factory=dict)
+
+
+class Display(Protocol):
+    """Shows snapshots; called from the event loop."""
+
+    def show(self, snapshot: Snapshot) -> None:
+        """Replace what was shown before."""
+
+    def close(self) -> None:
+        """Leave the terminal as it should be. Idempotent; nothing is shown afterwards."""
+
+
+@final
+class LiveTable:
+    """A table on a terminal, redrawn in place; the last one stays."""
+
+    def __init__(self, console: Console) -> None:
+        self._live = Live(console=console, auto_refresh=False)
+        self._live.start()
+
+    def show(self, snapshot: Snapshot) -> None:
+        """Redraw."""
+        if self._live.is_started:
+            self._live.update(render(snapshot, self._live.console.width), refresh=True)
+
+    def close(self) -> None:
+        """Leave the last table on the screen and show the cursor again."""
+        self._live.stop()
+
+
+@final
+class Lines:
+    """A line per step and per evaluation, for logs and pipes."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._shown: dict[str, tuple[str, int, dict[int, float]]] = {}
+        self._doing = ""
+
+    def show(self, snapshot: Snapshot) -> None:
+        """Write what is new."""
+        if snapshot.doing != self._doing:
+            self._doing = snapshot.doing
+            if self._doing:
+                self._write(snapshot, self._doing)
+        for config, progress in snapshot.runs:
+            self._show_run(snapshot, config, progress)
+
+    def close(self) -> None:
+        """Nothing to do."""
+
+    def _show_run(self, snapshot: Snapshot, config: RunConfig, progress: RunProgress) -> None:
+        status, version, evaluations = self._shown.get(config.name, (store.RUNNING, 0, {}))
+        for evaluated in progress.evaluations.keys() - evaluations.keys():
+            self._write(snapshot, f"{config.name}  held-out accuracy at version {evaluated}: {progress.evaluations[evaluated]:.3f}")
+        if progress.version > version:
+            reward = mean_reward(progress.rewards[-REWARD_WINDOW:])
+            self._write(
+                snapshot,
+                f"{config.name}  step {progress.version}/{config.algorithm.steps}  reward {_number(reward)}"
+                f"  staleness {progress.staleness}/{config.algorithm.max_staleness}",
+            )
+        if progress.status != status:
+            self._write(snapshot, f"{config.name}  {progress.status}" + (f": {progress.message}" if progress.message else ""))
+        self._shown[config.name] = (progress.status, progress.version, dict(progress.evaluations))
+
+    def _write(self, snapshot: Snapshot, text: str) -> None:
+        self._stream.write(f"[{_duration(snapshot.elapsed_s)}] {text}\n")
+        self._stream.flush()
+
+
+def render(snapshot: Snapshot, width: int) -> RenderableType:
+    """The table of runs, the stages below it, and what went wrong. width: in columns, at least 80."""
+    parts: list[RenderableType] = [_runs_table(snapshot.runs, is_wide=width >= WIDE), _stages(snapshot, width)]
+    for config, progress in snapshot.runs:
+        if progress.message:
+            parts.append(Text(f"{config.name}: {progress.message}", style="red" if progress.status == store.FAILED else "yellow"))
+    return Group(*parts)
+
+
+def _runs_table(runs: Sequence[tuple[RunConfig, RunProgress]], *, is_wide: bool) -> Table:
+    table = Table(box=None, padding=(0, 2 if is_wide else 1, 0, 0), pad_edge=False, header_style="bold dim")
+    for heading in ("run", "tenant", "task") if is_wide else ("tenant", "task"):
+        table.add_column(heading, no_wrap=True, overflow="ellipsis", min_width=6)
+    sparks = 20 if is_wide else 12
+    table.add_column("rank", justify="right", no_wrap=True)
+    table.add_column("step", justify="right", no_wrap=True)
+    table.add_column("reward", no_wrap=True, min_width=sparks + 5)
+    table.add_column("held-out", no_wrap=True, min_width=11)
+    table.add_column("stale", justify="right", no_wrap=True)
+    table.add_column("groups", justify="right", no_wrap=True)
+    for config, progress in runs:
+        names = (config.tenant, Text(task_name(config), style="bold"))
+        table.add_row(
+            *((Text(config.name, style="bold"), config.tenant, task_name(config)) if is_wide else names),
+            str(config.adapter.rank),
+            _step(config, progress),
+            _reward(progress.rewards, sparks),
+            _held_out(config, progress),
+            f"{progress.staleness}/{config.algorithm.max_staleness}",
+            str(progress.num_outstanding),
+        )
+    return table
+
+
+def _step(config: RunConfig, progress: RunProgress) -> Text:
+    style = {store.FAILED: "red", store.FINISHED: "green"}.get(progress.status, "")
+    return Text(f"{progress.version}/{config.algorithm.steps}", style=style)
+
+
+def _reward(rewards: Sequence[float], width: int) -> Text:
+    text = Text(_number(mean_reward(rewards[-REWARD_WINDOW:])) + " ")
+    return text.append(sparkline(rewards, width), style="cyan")
+
+
+def _held_out(config: RunConfig, progress: RunProgress) -> Text:
+    if not config.evaluation.num_tasks:
+        return Text("off", style="dim")
+    before, after = progress.evaluations.get(0), progress.evaluations.get(config.algorithm.steps)
+    text = Text(_number(before))
+    text.append(" → ", style="dim")
+    return text.append(_number(after), style="" if after is None else "bold green" if after > (before or 0.0) else "bold")
+
+
+def _stages(snapshot: Snapshot, width: int) -> RenderableType:
+    if snapshot.doing:
+        return Text(f"\n{snapshot.doing} … {_duration(snapshot.elapsed_s)}", style="dim")
+    bar_width = 12 if width >= WIDE else 8
+    grid = Table.grid(*(Column(no_wrap=True) for _ in range(9)), padding=(0, 1, 0, 0))
+    cells: list[RenderableType] = []
+    for label, stage in (("sampler", "sampler"), ("learner", "learner"), ("actors", "actor")):
+        busy = snapshot.busy.get(stage, 0.0)
+        cells += [Text(label, style="dim"), ProgressBar(total=1.0, completed=busy, width=bar_width), Text(f"{busy:4.0%}  ")]
+    grid.add_row(*cells)
+    rates = (
+        f"sampled {snapshot.sampled_per_s:,.0f} tokens/s   trained {snapshot.trained_per_s:,.0f} tokens/s   elapsed {_duration(snapshot.elapsed_s)}"
+    )
+    return Group(Text(), grid, Text(rates, style="dim"))
+
+
+def _number(value: float | None) -> str:
+    return "   …" if value is None else f"{value:4.2f}"
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -1,0 +1,94 @@
+"""What a training session is asked to do: a server's configuration and its runs, read from run files.
+
+Deliberately light: no jax, no database. A bad file is refused here, before anything is loaded.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.resources import as_file, files
+from pathlib import Path
+
+from noria.config import RunConfig, ServerConfig, load_toml, parse
+from noria.errors import ConfigError
+
+DEMO_RUNS = ("largest", "first_letter", "addition")
+"""The packaged run files of `noria demo`, in the order of its table."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedRun:
+    """A run and the folder where its file's relative paths start."""
+
+    config: RunConfig
+    folder: Path
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One server with its runs. resume: go on with runs that the state folder knows."""
+
+    server: ServerConfig
+    runs: tuple[PlannedRun, ...]
+    resume: bool = False
+
+    @property
+    def state_dir(self) -> Path:
+        """Folder of the database, adapters and reports."""
+        return Path(self.server.state_dir)
+
+
+def demo_plan(*, state_dir: Path | None, resume: bool, steps: int | None) -> Plan:
+    """The packaged runs on the packaged server. steps: instead of the files'. Raises ConfigError."""
+    with as_file(files("noria") / "demo") as folder:
+        server = load_toml(folder / "server.toml", ServerConfig)
+        configs = [load_toml(folder / f"{name}.toml", RunConfig) for name in DEMO_RUNS]
+    return _plan(server, [PlannedRun(config, Path()) for config in configs], state_dir, resume, steps)
+
+
+def train_plan(
+    run_files: Sequence[Path], *, server_config: Path | None = None, state_dir: Path | None = None, resume: bool = False, steps: int | None = None
+) -> Plan:
+    """The runs of the files, at least one. Without a server file, base and sizes follow the runs.
+
+    Raises ConfigError: an unusable file, two runs of one name, runs of different bases.
+    """
+    runs = [PlannedRun(load_toml(path, RunConfig), path.parent) for path in run_files]
+    server = load_toml(server_config, ServerConfig) if server_config else _server_for([run.config for run in runs])
+    return _plan(server, runs, state_dir, resume, steps)
+
+
+def _server_for(configs: Sequence[RunConfig]) -> ServerConfig:
+    """The default server, grown where these runs would not fit."""
+    plain = ServerConfig()
+    ranks = [config.adapter.rank for config in configs]
+    learner = {"max_rank": max(plain.learner.max_rank, *ranks), "num_slots": max(plain.learner.num_slots, len(configs))}
+    # a run may hold its newest version, one under evaluation and one that requests still finish; slot 0 is the base
+    sampler = {"num_slots": max(plain.sampler.num_slots, 1 + 3 * len(configs))}
+    return plain.model_copy(
+        update={
+            "base": configs[0].base,
+            "learner": plain.learner.model_copy(update=learner),
+            "sampler": plain.sampler.model_copy(update=sampler),
+        }
+    )
+
+
+def _plan(server: ServerConfig, runs: Sequence[PlannedRun], state_dir: Path | None, resume: bool, steps: int | None) -> Plan:
+    if steps is not None:
+        runs = [PlannedRun(_with_steps(run.config, steps), run.folder) for run in runs]
+    names = [run.config.name for run in runs]
+    for name in names:
+        if names.count(name) > 1:
+            raise ConfigError(f"{names.count(name)} run files have the name {name!r}; a run's name is unique within its server")
+    for run in runs:
+        if run.config.base != server.base:
+            raise ConfigError(f"run {run.config.name} wants base {run.config.base!r}, the server holds {server.base!r}; one server has one base")
+    if state_dir is not None:
+        server = server.model_copy(update={"state_dir": str(state_dir)})
+    return Plan(server, tuple(runs), resume)
+
+
+def _with_steps(config: RunConfig, steps: int) -> RunConfig:
+    data = config.model_dump()
+    data["algorithm"]["steps"] = steps
+    return parse(data, RunConfig, source=f"run {config.name}")

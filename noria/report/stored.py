@@ -1,0 +1,137 @@
+"""Runs as a state folder knows them, whether or not a server is using it. Deliberately light: the database, but no jax."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+from sqlalchemy import Connection, select
+
+from noria.buffer import life
+from noria.buffer.database import open_database
+from noria.buffer.tables import METADATA
+from noria.errors import StateConflictError
+from noria.report.numbers import sparkline, task_name
+from noria.service import store
+
+DATABASE = "noria.sqlite"
+
+NUM_SHOWN = 10
+"""Newest versions that `show` lists."""
+
+METRICS = {
+    "reward": ("reward_mean", ".3f"),
+    "staleness": ("staleness_max", ".0f"),
+    "grad norm": ("grad_norm", ".3g"),
+    "mismatch": ("mismatch_kl", ".2g"),
+    "trained tokens": ("num_entries", ",.0f"),
+}
+"""Columns of `show`: a metric's stored name and its format."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredRun:
+    """A run with its versions and evaluations, oldest first. dropped: its dropped groups by reason."""
+
+    row: store.RunRow
+    versions: tuple[store.VersionRow, ...]
+    evaluations: tuple[store.EvaluationRow, ...]
+    tokens_sampled: int
+    dropped: dict[str, int]
+
+    @property
+    def version(self) -> int:
+        """The newest committed version."""
+        return self.versions[-1].record.version if self.versions else 0
+
+    @property
+    def rewards(self) -> list[float]:
+        """Mean raw reward of each trained batch, by step."""
+        return [version.metrics["reward_mean"] for version in self.versions if "reward_mean" in version.metrics]
+
+
+def read_runs(state_dir: Path) -> list[StoredRun]:
+    """All runs of the folder, oldest first. Changes nothing. Raises StateConflictError if it holds no state, or something else."""
+    path = state_dir / DATABASE
+    if not path.is_file():
+        raise StateConflictError(f"{state_dir} is no state folder: it has no {DATABASE}; name one with --state-dir")
+    engine = open_database(path)
+    try:
+        METADATA.create_all(engine)
+        with engine.connect().execution_options(sqlite_begin="DEFERRED") as connection:
+            names = connection.execute(select(store.RUNS.c.run_id).order_by(store.RUNS.c.created_at_s)).scalars().all()
+            return [run for name in names if (run := _read(connection, name)) is not None]
+    finally:
+        engine.dispose()
+
+
+def find_stored(runs: Sequence[StoredRun], name: str) -> StoredRun:
+    """The run of that name. Raises StateConflictError, with the names there are."""
+    for run in runs:
+        if run.row.run_id == name:
+            return run
+    raise StateConflictError(f"there is no run {name!r} in this state folder; there are: {', '.join(run.row.run_id for run in runs) or 'none'}")
+
+
+def _read(connection: Connection, name: str) -> StoredRun | None:
+    row = store.find_run(connection, name)
+    if row is None:
+        return None
+    versions, evaluations = store.versions(connection, name), store.evaluations(connection, name)
+    dropped = life.count_groups(connection, name).by_reason
+    return StoredRun(row, tuple(versions), tuple(evaluations), store.tokens_sampled(connection, name), dropped)
+
+
+def as_json(run: StoredRun, *, is_full: bool) -> dict[str, Any]:
+    """A run as plain data. is_full: with the metrics of every version and the settings."""
+    config = run.row.config
+    short = {
+        "name": config.name,
+        "tenant": config.tenant,
+        "task": task_name(config),
+        "status": run.row.status,
+        "message": run.row.message,
+        "version": run.version,
+        "steps": config.algorithm.steps,
+        "reward": run.rewards[-1] if run.rewards else None,
+        "evaluations": {str(evaluation.version): evaluation.accuracy for evaluation in run.evaluations},
+        "tokens_sampled": run.tokens_sampled,
+        "dropped": run.dropped,
+    }
+    if not is_full:
+        return short
+    versions = [{"version": v.record.version, "committed_at_s": v.committed_at_s, "metrics": dict(v.metrics)} for v in run.versions]
+    return short | {"versions": versions, "config": config.model_dump(mode="json")}
+
+
+def list_table(runs: Sequence[StoredRun]) -> RenderableType:
+    """One line per run."""
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold dim")
+    for heading in ("run", "tenant", "task", "status", "version", "reward", "accuracy"):
+        table.add_column(heading, no_wrap=True, overflow="ellipsis")
+    for run in runs:
+        config = run.row.config
+        accuracy = " → ".join(f"{evaluation.accuracy:.2f}" for evaluation in (run.evaluations[:1] + run.evaluations[1:][-1:]))
+        reward = f"{run.rewards[-1]:.2f} {sparkline(run.rewards, 12)}" if run.rewards else ""
+        version = f"{run.version}/{config.algorithm.steps}"
+        table.add_row(Text(config.name, style="bold"), config.tenant, task_name(config), run.row.status, version, reward, accuracy)
+    return table
+
+
+def show_table(run: StoredRun) -> RenderableType:
+    """The run's line, why it ended as it did, and its newest versions."""
+    accuracies = {evaluation.version: f"{evaluation.accuracy:.3f}" for evaluation in run.evaluations}
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold dim", title_justify="left")
+    for heading in ("version", "accuracy", *METRICS):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for version in run.versions[-NUM_SHOWN:]:
+        number = version.record.version
+        cells = (format(version.metrics[name], form) if name in version.metrics else "" for name, form in METRICS.values())
+        table.add_row(str(number), accuracies.get(number, ""), *cells)
+    parts: list[RenderableType] = [list_table([run])]
+    if run.row.message:
+        parts.append(Text(run.row.message, style="yellow"))
+    return Group(*parts, Text(), table)

@@ -1,0 +1,98 @@
+"""Builders for service tests: a server on the tiny model, and environments that learn, raise, hang or lie."""
+
+import asyncio
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from noria.actors.load import environment_factory
+from noria.config import (
+    ActorsConfig,
+    AdapterConfig,
+    AlgorithmConfig,
+    DeadlinesConfig,
+    EnvironmentConfig,
+    EvaluationConfig,
+    LearnerConfig,
+    RunConfig,
+    SamplerConfig,
+    SamplingConfig,
+    ServerConfig,
+)
+from noria.envs.single_turn import SingleTurn
+from noria.service.build import open_server
+
+
+class Letters(SingleTurn):
+    """Rewarded for low bytes: something that a random tiny model can learn at once."""
+
+    def problem(self, rng):
+        return "".join(rng.choice("abcdefgh") for _ in range(6)), ""
+
+    def reward(self, action, answer):
+        return sum(byte < 100 for byte in action.encode()) / max(1, len(action.encode()))
+
+
+class Raises(Letters):
+    def reward(self, action, answer):
+        raise ValueError("broken scorer")
+
+
+class Nan(Letters):
+    def reward(self, action, answer):
+        return float("nan")
+
+
+class HangsOnce(Letters):
+    """The first reset of all hangs until the test ends; the others are fine."""
+
+    release = None
+    hung = 0
+
+    async def reset(self, task):
+        if HangsOnce.hung == 0:
+            HangsOnce.hung = 1
+            await asyncio.Event().wait()
+        return Letters.reset(self, task)
+
+
+class Constant(Letters):
+    """Every reward is equal: no signal, ever."""
+
+    def reward(self, action, answer):
+        return 0.5
+
+
+def run_config(name="run", **changes):
+    algorithm = {"steps": 3, "group_size": 4, "groups_per_batch": 2, "max_staleness": 1, "truncated": "keep"} | changes.pop("algorithm", {})
+    return RunConfig(
+        name=name,
+        base="tiny",
+        environment=EnvironmentConfig(name="test"),
+        algorithm=AlgorithmConfig(**algorithm),
+        adapter=AdapterConfig(**({"rank": 4, "learning_rate": 1e-2} | changes.pop("adapter", {}))),
+        sampling=SamplingConfig(max_tokens=4),
+        evaluation=EvaluationConfig(num_tasks=changes.pop("num_tasks", 4)),
+        deadlines=DeadlinesConfig(**changes.pop("deadlines", {})),
+        actors=ActorsConfig(**changes.pop("actors", {})),
+        **changes,
+    )
+
+
+def server_config(state_dir: Path, **changes):
+    return ServerConfig(
+        state_dir=str(state_dir),
+        base="tiny",
+        sampler=SamplerConfig(num_lanes=32, num_pages=256, max_context=128),
+        learner=LearnerConfig(max_positions=256, num_slots=4, max_rank=8),
+        **changes,
+    )
+
+
+@asynccontextmanager
+async def serving(state_dir: Path, *runs, resume=False, **changes):
+    """A server on which (config, environment class) pairs have been started."""
+    async with open_server(server_config(state_dir, **changes)) as server:
+        for config, kind in runs:
+            factory = environment_factory(kind, {}, name=kind.__name__)
+            await server.add_run(config, folder=Path("."), resume=resume, environment=factory)
+        yield server

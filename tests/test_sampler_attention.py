@@ -1,0 +1,46 @@
+"""Paged attention in groups and blocks equals the plain form, whatever lies in positions that a row does not see."""
+
+import jax
+import numpy as np
+import pytest
+
+from noria.model.attention import attend_pages
+from noria.sampler.paged_attention import BLOCK_PAGES, attend_rows
+from noria.sampler.pages import PAGE
+
+attend = jax.jit(attend_rows, static_argnames="rows_per_group")
+
+
+def inputs(num_rows, length, longest, seed=0, num_pages=80):
+    rng = np.random.default_rng(seed)
+    q = rng.normal(size=(num_rows, length, 6, 8)).astype(np.float32)
+    k, v = (rng.normal(size=(num_pages, PAGE, 2, 8)).astype(np.float32) for _ in range(2))
+    table = rng.integers(1, num_pages, (num_rows, 2 * BLOCK_PAGES)).astype(np.int32)
+    first = rng.integers(0, longest - length + 1, num_rows)
+    return q, k, v, table, (first[:, None] + np.arange(length)).astype(np.int32)
+
+
+@pytest.mark.parametrize(("length", "rows_per_group", "longest"), [(1, 8, 250), (1, 8, 20), (32, 2, 250), (32, 1, 60)])
+def test_rows_attend_as_in_the_plain_form(length, rows_per_group, longest):
+    arrays = inputs(8, length, longest)
+    out = attend(*arrays, rows_per_group=rows_per_group)
+    np.testing.assert_allclose(out, attend_pages(*arrays)[0], atol=2e-6)
+
+
+@pytest.mark.parametrize(("length", "rows_per_group"), [(1, 8), (32, 2)])
+def test_a_row_keeps_its_bits_when_its_neighbours_grow(length, rows_per_group):
+    q, k, v, table, position = inputs(8, length, 60)
+    alone = attend(q, k, v, table, position, rows_per_group=rows_per_group)
+    position[1:] += 180
+    q[1:] *= 2
+    beside = attend(q, k, v, table, position, rows_per_group=rows_per_group)
+    assert np.array_equal(alone[0], beside[0])
+
+
+def test_unseen_keys_that_are_not_finite_do_not_leak():
+    q, k, v, table, position = inputs(8, 1, 20)
+    table[:] = np.arange(1, 9)[:, None]
+    position[:] = 5
+    clean = attend(q, k, v, table, position, rows_per_group=8)
+    k[:, 6:] = np.nan
+    assert np.array_equal(clean, attend(q, k, v, table, position, rows_per_group=8))
