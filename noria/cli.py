@@ -87,7 +87,7 @@ def demo(
         install_s = install_seconds() if install_s is None else install_s
         plan = demo_plan(state_dir=state_dir, resume=resume, steps=steps)
         if not resume:
-            _remove_state(plan.state_dir)
+            remove_state(plan.state_dir)
         _train(plan, as_json=as_json, report=report, install_s=install_s)
 
 
@@ -178,7 +178,7 @@ def _train(plan: "Plan", *, as_json: bool, report: bool, install_s: float) -> No
             typer.echo("stopping in order; once more to stop at once", err=True)
 
         try:
-            session = asyncio.run(until_stopped(train(plan, display, _elapsed_s), announce))
+            session = asyncio.run(until_stopped(train(plan, display, elapsed_s), announce))
         finally:
             display.close()
     if session is None:
@@ -186,7 +186,7 @@ def _train(plan: "Plan", *, as_json: bool, report: bool, install_s: float) -> No
         raise typer.Exit(STOPPED)
     if report:
         _write_report(session, plan, install_s, is_quiet=as_json)
-    summary = summarize(session, install_s=install_s, wall_s=_elapsed_s())
+    summary = summarize(session, install_s=install_s, wall_s=elapsed_s())
     if as_json:
         typer.echo(json.dumps(summary, allow_nan=False))
     else:
@@ -213,7 +213,7 @@ def _write_report(session: "SessionReport", plan: "Plan", install_s: float, *, i
     from noria.report.page import write_report
     from noria.report.summary import summarize
 
-    for path in write_report(session, summarize(session, install_s=install_s, wall_s=_elapsed_s()), plan.state_dir):
+    for path in write_report(session, summarize(session, install_s=install_s, wall_s=elapsed_s()), plan.state_dir):
         typer.echo(f"{path}", err=is_quiet)
 
 
@@ -231,7 +231,7 @@ def _logging_to(state_dir: Path) -> Iterator[None]:
             configure_logging()
 
 
-def _remove_state(folder: Path) -> None:
+def remove_state(folder: Path) -> None:
     """Remove a previous demo's folder. Raises StateConflictError if it is in use, or holds anything but a state."""
     import fcntl
     import shutil
@@ -256,18 +256,19 @@ def _remove_state(folder: Path) -> None:
 
 @contextmanager
 def _refusals() -> Iterator[None]:
-    """What noria refuses becomes one line and exit code 2; SIGINT or SIGTERM before training becomes 130."""
-    before = signal.signal(signal.SIGTERM, _interrupt)
+    """What noria refuses becomes one line and exit code 2; SIGINT or SIGTERM outside training becomes 130."""
+    before = {number: signal.signal(number, _interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
     except NoriaError as error:
         _print_error(error)
         raise typer.Exit(UNUSABLE) from error
     except KeyboardInterrupt as error:
-        typer.echo("stopped before training began", err=True)
+        typer.echo("stopped", err=True)
         raise typer.Exit(STOPPED) from error
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _interrupt(_number: int, _frame: FrameType | None) -> NoReturn:
@@ -280,7 +281,7 @@ def _print_error(error: BaseException, *, about: str = "") -> None:
     typer.echo(f"error[{code}]: " + (text if about in text else f"{about}: {text}"), err=True)
 
 
-def _elapsed_s() -> float:
+def elapsed_s() -> float:
     """Seconds since the process began; where the system does not say, since this module was imported."""
     try:
         fields = Path("/proc/self/stat").read_text(encoding="ascii").rpartition(")")[2].split()

@@ -41,13 +41,17 @@ class Environment(Protocol):
         """The prompt of the problem that `task` stands for; the same text for the same task."""
 
     def step(self, action: str) -> Step | Awaitable[Step]:
-        """Judge the sampled text `action` (stop text included as sampled)."""
+        """Judge the sampled text `action`, the stop token that ended it left out."""
 
 
 class EnvironmentFactory(Protocol):
-    """Makes one environment per episode and says how many tasks there are."""
+    """Makes one environment per episode and says how many tasks there are.
+
+    num_tasks: training tasks, indices [0, num_tasks). num_held_out: tasks that are only evaluated, indices [num_tasks, num_tasks + num_held_out).
+    """
 
     num_tasks: int
+    num_held_out: int
 
     def __call__(self) -> Environment:
         """A fresh environment for one episode."""

@@ -30,7 +30,8 @@ DropReason: TypeAlias = Literal["no_signal", "deadline", "failed", "stale", "sto
 class Task:
     """What the server leases to an actor; the environment maps it to a concrete problem, always the same one for the same pair.
 
-    index: which problem, 0 <= index < the environment's number of tasks. seed: >= 0, differs between epochs and between runs.
+    index: which problem: of a training task 0 <= index < the environment's num_tasks, of a held-out task from num_tasks on. seed: >= 0, differs
+    between epochs and between runs.
     """
 
     index: int

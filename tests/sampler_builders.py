@@ -46,7 +46,9 @@ def config(**changes: Any) -> SamplerConfig:
     return SamplerConfig(**({"num_lanes": 16, "num_pages": 256, "max_context": 256, "steps_per_dispatch": 4, "num_slots": 8} | changes))
 
 
-def engine(*, base: BaseParams | None = None, eos_id: int = 2, shapes: Shapes = SHAPES, spans: NoSpans | None = None, **changes: Any) -> SamplerEngine:
+def engine(
+    *, base: BaseParams | None = None, eos_id: int = 2, shapes: Shapes = SHAPES, spans: NoSpans | None = None, **changes: Any
+) -> SamplerEngine:
     model, _, placed = tiny()
     return SamplerEngine(base or placed, model, config(**changes), max_rank=RANK, eos_id=eos_id, spans=spans or NoSpans(), shapes=shapes)
 
@@ -54,7 +56,9 @@ def engine(*, base: BaseParams | None = None, eos_id: int = 2, shapes: Shapes = 
 _numbers = iter(range(10**9))
 
 
-def request(prompt: Ids = (5, 6, 7), *, run: str = BASE_RUN, tenant: str = "t", version: int | None = None, episode: str = "", **params: Any) -> SampleRequest:
+def request(
+    prompt: Ids = (5, 6, 7), *, run: str = BASE_RUN, tenant: str = "t", version: int | None = None, episode: str = "", **params: Any
+) -> SampleRequest:
     sampling = SamplingParams(**({"max_tokens": 8, "seed": 1} | params))
     return SampleRequest(f"r{next(_numbers)}", tenant, run, episode, prompt, sampling, version)
 

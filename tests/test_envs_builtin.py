@@ -26,7 +26,7 @@ def expected(name: str, prompt: str) -> str:
     question = prompt.rsplit("\n", 1)[1]
     values = [int(digits) for digits in re.findall(r"\d+", question)]
     if name == "first_letter":
-        match = re.fullmatch(r"first letter of (\w)\w+:", question)
+        match = re.fullmatch(r"first letter of (\w)\w+ =", question)
         assert match is not None
         return match[1]
     return str({"addition": sum, "doubling": sum, "largest": max, "smallest": min}[name](values))
@@ -45,7 +45,7 @@ def test_the_right_answer_earns_one_and_a_wrong_one_nothing(name):
 def test_the_examples_in_the_prompt_are_right(name):
     prompt, _ = ask(name, 0)
     for line in prompt.split("\n")[:-1]:
-        cut = max(line.rfind("="), line.rfind(":")) + 1
+        cut = line.rfind("=") + 1
         assert expected(name, f"\n{line[:cut]}") == line[cut:].strip()
 
 
@@ -66,7 +66,7 @@ def test_no_held_out_problem_is_ever_trained_on(name):
 
 @each_environment
 def test_prompts_are_short(name):
-    assert max(len(ask(name, i)[0]) for i in range(100)) < 100
+    assert max(len(ask(name, i)[0]) for i in range(100)) < 110
 
 
 def test_held_out_problems_follow_the_same_distribution():

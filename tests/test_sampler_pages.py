@@ -29,10 +29,10 @@ def test_a_filled_prompt_is_found_again_whole_and_in_part():
     prompt = tuple(range(40))
     nodes = fill(pool, NAMESPACE, prompt)
     assert pool.match(NAMESPACE, prompt).chain == nodes
-    assert pool.match(NAMESPACE, prompt + (99,)).num_positions == 40
-    part = pool.match(NAMESPACE, prompt[:20] + (99, 98))
+    assert pool.match(NAMESPACE, (*prompt, 99)).num_positions == 40
+    part = pool.match(NAMESPACE, (*prompt[:20], 99, 98))
     assert (part.chain, part.source, part.num_shared) == (nodes[:1], nodes[1], 4)
-    assert pool.match(NAMESPACE, (7,) + prompt).num_positions == 0
+    assert pool.match(NAMESPACE, (7, *prompt)).num_positions == 0
 
 
 def test_another_version_or_run_or_episode_finds_nothing():

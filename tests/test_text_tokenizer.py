@@ -5,11 +5,11 @@ import re
 import unicodedata
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from llama_file import MERGES, SPECIAL, byte_alphabet, tokens
 
-from noria.errors import ConfigError
+from noria.errors import ConfigError, InvalidRequestError
 from noria.model.gguf_file import read_gguf
 from noria.model.weights import _packaged, load_base
 from noria.protocols import Tokenizer
@@ -87,6 +87,30 @@ def test_ids_are_those_of_a_naive_bpe_with_smollm_vocabulary(smollm: tuple[Token
 @given(st.text(st.characters(exclude_categories=["Cs"])))
 def test_any_text_comes_back_whole(text: str) -> None:
     for tokenizer in (small_bpe(), ByteTokenizer()):
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_a_character_that_the_vocabulary_lacks_is_refused_by_name() -> None:
+    without_z = BpeTokenizer([t for t in tokens() if t != "z"], MERGES, special_ids=range(len(SPECIAL)), eos_id=2)
+    with pytest.raises(InvalidRequestError, match=r"'z' \(U\+007A\) at position 2"):
+        without_z.encode("éazy zz")
+    assert without_z.decode(without_z.encode("hello y")) == "hello y"
+    with pytest.raises(ConfigError, match="'z'"):
+        without_z.token_id("az")
+
+
+@settings(deadline=None, max_examples=300)
+@given(st.characters(exclude_categories=["Cs"]))
+@example("\x04")
+@example("\U0004f000")
+@example("\U000bffff")
+@example("\U000e0067")  # in the flag of England
+def test_smollm_loses_no_character_silently(smollm: tuple[Tokenizer, list[str], list[str]], letter: str) -> None:
+    tokenizer, text = smollm[0], f"hello{letter}hello"
+    if letter in "\x04\x06\x13\x14\x16\x1d" or 0x40000 <= ord(letter) < 0xC0000:
+        with pytest.raises(InvalidRequestError, match=f"U\\+{ord(letter):04X}"):
+            tokenizer.encode(text)
+    else:
         assert tokenizer.decode(tokenizer.encode(text)) == text
 
 

@@ -34,8 +34,7 @@ class EvaluationResult:
 
 def held_out_tasks(environment: EnvironmentFactory, num_tasks: int) -> list[Task]:
     """The first `num_tasks` held-out tasks, or as many as there are: the indices from the environment's `num_tasks` on, which no run is leased."""
-    available = int(getattr(environment, "num_held_out", 0))
-    return [Task(environment.num_tasks + i, seed=0) for i in range(min(num_tasks, available))]
+    return [Task(environment.num_tasks + i, seed=0) for i in range(min(num_tasks, environment.num_held_out))]
 
 
 async def evaluate(

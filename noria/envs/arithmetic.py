@@ -31,7 +31,7 @@ class Doubling(SingleTurn):
     examples: str = "12 + 12 = 24\n31 + 31 = 62\n"
     question: str = "{a} + {a} ="
     smallest: int = 1
-    largest: int = 199
+    largest: int = 149
 
     def problem(self, rng: random.Random) -> tuple[str, str]:
         """One number."""
@@ -43,8 +43,8 @@ class Doubling(SingleTurn):
 class Largest(SingleTurn):
     """The largest of three different two-digit numbers."""
 
-    examples: str = "largest of 12, 45, 31: 45\nlargest of 80, 22, 54: 80\n"
-    question: str = "largest of {a}, {b}, {c}:"
+    examples: str = "largest of 12 45 31 = 45\nlargest of 80 22 54 = 80\n"
+    question: str = "largest of {a} {b} {c} ="
 
     def problem(self, rng: random.Random) -> tuple[str, str]:
         """Three numbers."""
@@ -56,8 +56,8 @@ class Largest(SingleTurn):
 class Smallest(SingleTurn):
     """The smallest of three different two-digit numbers."""
 
-    examples: str = "smallest of 52, 15, 31: 15\nsmallest of 20, 82, 54: 20\n"
-    question: str = "smallest of {a}, {b}, {c}:"
+    examples: str = "smallest of 52 15 31 = 15\nsmallest of 20 82 54 = 20\nsmallest of 77 59 23 = 23\n"
+    question: str = "smallest of {a} {b} {c} ="
 
     def problem(self, rng: random.Random) -> tuple[str, str]:
         """Three numbers."""

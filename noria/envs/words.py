@@ -38,8 +38,8 @@ WORDS = tuple(_TEXT.split())
 class FirstLetter(SingleTurn):
     """The first letter of a word."""
 
-    examples: str = "first letter of table: t\nfirst letter of garden: g\n"
-    question: str = "first letter of {word}:"
+    examples: str = "first letter of table = t\nfirst letter of garden = g\n"
+    question: str = "first letter of {word} ="
 
     def problem(self, rng: random.Random) -> tuple[str, str]:
         """One word."""

@@ -13,6 +13,7 @@ from matplotlib import rc_context
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
+from matplotlib.patheffects import withStroke
 from matplotlib.ticker import MaxNLocator
 
 from noria.observe import Span
@@ -68,7 +69,7 @@ def draw_curves(report: SessionReport, theme: Theme = LIGHT) -> bytes:
     num_columns = min(MAX_COLUMNS, max(1, len(report.runs)))
     num_rows = max(1, math.ceil(len(report.runs) / num_columns))
     with rc_context(_style(theme)):
-        figure = Figure(figsize=(0.6 + 3.9 * num_columns, 0.5 + 3.3 * num_rows), layout="constrained")
+        figure = Figure(figsize=(max(6.0, 0.6 + 3.9 * num_columns), 0.5 + 3.3 * num_rows), layout="constrained")
         grid = figure.add_gridspec(2 * num_rows, num_columns, height_ratios=[4.2, 1] * num_rows)
         low, high = _reward_range(report.runs)
         for index, run in enumerate(report.runs):
@@ -88,7 +89,7 @@ def draw_curves(report: SessionReport, theme: Theme = LIGHT) -> bytes:
 
 
 def draw_timeline(report: SessionReport, length_s: float, theme: Theme = LIGHT) -> bytes:
-    """A PNG with one row per stage and a bar for every stretch of work in the last `length_s` seconds, coloured by kind; waits are blank."""
+    """A PNG with one row per stage and a bar for every stretch of work in the `length_s` seconds before end_s, coloured by kind; waits are blank."""
     spans = [span for span in report.spans if not span.is_wait and span.stage in STAGE_LABELS]
     stages = [stage for stage in STAGE_LABELS if any(span.stage == stage for span in spans)]
     kinds = sorted({(list(STAGE_LABELS).index(span.stage), span.name) for span in spans})
@@ -103,7 +104,7 @@ def draw_timeline(report: SessionReport, length_s: float, theme: Theme = LIGHT) 
         axes.set_yticks(range(len(stages)), [STAGE_LABELS[stage] for stage in stages])
         axes.set_ylim(max(1, len(stages)) - 0.5, -0.5)
         axes.set_xlim(-length_s, 0)
-        axes.set_xlabel("seconds before the end")
+        axes.set_xlabel("seconds")
         axes.grid(visible=False, axis="y")
         axes.tick_params(axis="y", length=0)
         if kinds:
@@ -119,20 +120,23 @@ def _draw_rewards(axes: Any, run: RunReport, theme: Theme) -> None:
     means = [sum(window) / len(window) for i in steps if (window := rewards[max(0, i - REWARD_WINDOW) : i])]
     axes.plot(steps, means, color=theme.reward, linewidth=2, label=f"mean of {REWARD_WINDOW} steps")
     points = sorted(run.progress.evaluations.items())
+    line = ":" if len(points) > 2 else "none"
     versions, accuracies = [version for version, _ in points], [accuracy for _, accuracy in points]
-    axes.plot(versions, accuracies, color=theme.evaluation, linestyle=":", linewidth=1, marker="D", markersize=5, label="held-out accuracy")
+    style = {"color": theme.evaluation, "linestyle": line, "linewidth": 1, "marker": "D", "markersize": 5.5}
+    axes.plot(versions, accuracies, label="held-out accuracy", **style)
     for version, accuracy in points[:1] + points[1:][-1:]:
-        is_late = version > config.algorithm.steps / 2
+        is_first = version == points[0][0]
         axes.annotate(
             f"{accuracy:.2f}",
             (version, accuracy),
-            xytext=(-6 if is_late else 6, 7 if accuracy < 0.9 else -13),
+            xytext=(5, -14) if is_first else (-5, 8),
             textcoords="offset points",
-            ha="right" if is_late else "left",
+            ha="left" if is_first else "right",
             color=theme.evaluation,
             fontweight="bold",
+            path_effects=[withStroke(linewidth=3, foreground=theme.page)],
         )
-    axes.set_xlim(-0.03 * config.algorithm.steps - 0.2, 1.03 * config.algorithm.steps + 0.2)
+    axes.set_xlim(-0.04 * config.algorithm.steps, 1.04 * config.algorithm.steps)
     axes.tick_params(labelbottom=False)
     axes.set_title(config.name if config.name == task_name(config) else f"{config.name} ({task_name(config)})", loc="left", fontweight="bold")
     axes.set_title(f"{config.tenant} · rank {config.adapter.rank} · lr {config.adapter.learning_rate:g}", loc="right", fontsize=8, color=theme.faint)
@@ -143,10 +147,11 @@ def _draw_staleness(axes: Any, run: RunReport, theme: Theme) -> None:
     staleness = [metrics.get("staleness_max", 0.0) for metrics in run.metrics]
     axes.bar(range(1, len(staleness) + 1), staleness, width=0.7, color=theme.staleness)
     axes.axhline(bound, color=theme.evaluation, linewidth=1, linestyle="--")
-    axes.set_ylim(0, max([bound, *staleness]) * 1.25 + 0.05)
-    axes.yaxis.set_major_locator(MaxNLocator(nbins=2, integer=True, min_n_ticks=2))
+    axes.text(1, bound, "bound", transform=axes.get_yaxis_transform(), ha="right", va="bottom", fontsize=7, color=theme.evaluation)
+    axes.set_ylim(0, max([1, bound, *staleness]) * 1.7)
+    axes.set_yticks([0, max(1, bound)])
     axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
-    axes.set_xlabel(f"version (bound {bound})")
+    axes.set_xlabel("version")
 
 
 def _bar(span: Span, end_s: float, length_s: float) -> tuple[float, float]:

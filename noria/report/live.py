@@ -18,7 +18,7 @@ from noria.report.numbers import mean_reward, sparkline, task_name
 from noria.service import store
 from noria.service.runs import REWARD_WINDOW, RunProgress
 
-WIDE = 100
+WIDE = 110
 """From so many columns on there is room for the run's name beside its task, and for longer curves."""
 
 
@@ -85,15 +85,10 @@ class Lines:
 
     def _show_run(self, snapshot: Snapshot, config: RunConfig, progress: RunProgress) -> None:
         status, version, evaluations = self._shown.get(config.name, (store.RUNNING, 0, {}))
-        for evaluated in progress.evaluations.keys() - evaluations.keys():
+        for evaluated in sorted(progress.evaluations.keys() - evaluations.keys()):
             self._write(snapshot, f"{config.name}  held-out accuracy at version {evaluated}: {progress.evaluations[evaluated]:.3f}")
-        if progress.version > version:
-            reward = mean_reward(progress.rewards[-REWARD_WINDOW:])
-            self._write(
-                snapshot,
-                f"{config.name}  step {progress.version}/{config.algorithm.steps}  reward {_number(reward)}"
-                f"  staleness {progress.staleness}/{config.algorithm.max_staleness}",
-            )
+        for step in range(version + 1, progress.version + 1):
+            self._write(snapshot, f"{config.name}  step {step}/{config.algorithm.steps}  reward {_number(progress.rewards[step - 1])}")
         if progress.status != status:
             self._write(snapshot, f"{config.name}  {progress.status}" + (f": {progress.message}" if progress.message else ""))
         self._shown[config.name] = (progress.status, progress.version, dict(progress.evaluations))
@@ -105,36 +100,40 @@ class Lines:
 
 def render(snapshot: Snapshot, width: int) -> RenderableType:
     """The table of runs, the stages below it, and what went wrong. width: in columns, at least 80."""
-    parts: list[RenderableType] = [_runs_table(snapshot.runs, is_wide=width >= WIDE), _stages(snapshot, width)]
+    parts: list[RenderableType] = [_runs_table(snapshot.runs, width), _stages(snapshot, width)]
     for config, progress in snapshot.runs:
         if progress.message:
             parts.append(Text(f"{config.name}: {progress.message}", style="red" if progress.status == store.FAILED else "yellow"))
     return Group(*parts)
 
 
-def _runs_table(runs: Sequence[tuple[RunConfig, RunProgress]], *, is_wide: bool) -> Table:
-    table = Table(box=None, padding=(0, 2 if is_wide else 1, 0, 0), pad_edge=False, header_style="bold dim")
-    for heading in ("run", "tenant", "task") if is_wide else ("tenant", "task"):
-        table.add_column(heading, no_wrap=True, overflow="ellipsis", min_width=6)
-    sparks = 20 if is_wide else 12
-    table.add_column("rank", justify="right", no_wrap=True)
-    table.add_column("step", justify="right", no_wrap=True)
-    table.add_column("reward", no_wrap=True, min_width=sparks + 5)
-    table.add_column("held-out", no_wrap=True, min_width=11)
-    table.add_column("stale", justify="right", no_wrap=True)
-    table.add_column("groups", justify="right", no_wrap=True)
-    for config, progress in runs:
-        names = (config.tenant, Text(task_name(config), style="bold"))
-        table.add_row(
-            *((Text(config.name, style="bold"), config.tenant, task_name(config)) if is_wide else names),
-            str(config.adapter.rank),
-            _step(config, progress),
-            _reward(progress.rewards, sparks),
-            _held_out(config, progress),
-            f"{progress.staleness}/{config.algorithm.max_staleness}",
-            str(progress.num_outstanding),
-        )
+def _runs_table(runs: Sequence[tuple[RunConfig, RunProgress]], width: int) -> Table:
+    is_wide = width >= WIDE
+    gap, sparks = (2, 20) if is_wide else (1, 12)
+    names = [(config.name, config.tenant, task_name(config)) if is_wide else (config.tenant, task_name(config)) for config, _ in runs]
+    headings = ("run", "tenant", "task") if is_wide else ("tenant", "task")
+    steps = [_step(config, progress) for config, progress in runs]
+    numbers = {"rank": 4, "step": max([4, *map(len, steps)]), "reward": sparks + 5, "held-out": 11, "stale": 5, "groups": 6}
+    room = width - sum(numbers.values()) - gap * (len(headings) + len(numbers) - 1)
+    widths = _shrink([max(map(len, column)) for column in zip(headings, *names, strict=True)], room)
+    table = Table(box=None, padding=(0, gap, 0, 0), pad_edge=False, header_style="bold dim")
+    for heading, column_width in zip(headings, widths, strict=True):
+        is_key = heading == ("run" if is_wide else "task")
+        table.add_column(heading, width=column_width, no_wrap=True, overflow="ellipsis", style="bold" if is_key else "")
+    for heading, column_width in numbers.items():
+        table.add_column(heading, width=column_width, no_wrap=True, justify="left" if heading in ("reward", "held-out") else "right")
+    for (config, progress), step, texts in zip(runs, steps, names, strict=True):
+        staleness = f"{progress.staleness}/{config.algorithm.max_staleness}"
+        reward, held_out = _reward(progress.rewards, sparks), _held_out(config, progress)
+        table.add_row(*texts, str(config.adapter.rank), step, reward, held_out, staleness, str(progress.num_outstanding))
     return table
+
+
+def _shrink(widths: list[int], room: int) -> list[int]:
+    """The widths, the longest made shorter until all fit in `room`; none below 4."""
+    while sum(widths) > room and max(widths) > 4:
+        widths[widths.index(max(widths))] -= 1
+    return widths
 
 
 def _step(config: RunConfig, progress: RunProgress) -> Text:
@@ -143,7 +142,7 @@ def _step(config: RunConfig, progress: RunProgress) -> Text:
 
 
 def _reward(rewards: Sequence[float], width: int) -> Text:
-    text = Text(_number(mean_reward(rewards[-REWARD_WINDOW:])) + " ")
+    text = Text(f"{_number(mean_reward(rewards[-REWARD_WINDOW:])):>4} ")
     return text.append(sparkline(rewards, width), style="cyan")
 
 
@@ -164,7 +163,7 @@ def _stages(snapshot: Snapshot, width: int) -> RenderableType:
     cells: list[RenderableType] = []
     for label, stage in (("sampler", "sampler"), ("learner", "learner"), ("actors", "actor")):
         busy = snapshot.busy.get(stage, 0.0)
-        cells += [Text(label, style="dim"), ProgressBar(total=1.0, completed=busy, width=bar_width), Text(f"{busy:4.0%}  ")]
+        cells += [Text(label, style="dim"), ProgressBar(total=1.0, completed=busy, width=bar_width, complete_style="cyan", finished_style="cyan"), Text(f"{busy:4.0%}  ")]
     grid.add_row(*cells)
     rates = (
         f"sampled {snapshot.sampled_per_s:,.0f} tokens/s   trained {snapshot.trained_per_s:,.0f} tokens/s   elapsed {_duration(snapshot.elapsed_s)}"
@@ -173,7 +172,7 @@ def _stages(snapshot: Snapshot, width: int) -> RenderableType:
 
 
 def _number(value: float | None) -> str:
-    return "   …" if value is None else f"{value:4.2f}"
+    return "…" if value is None else f"{value:.2f}" if abs(value) < 10 else f"{value:.3g}"
 
 
 def _duration(seconds: float) -> str:

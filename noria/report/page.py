@@ -87,7 +87,7 @@ def render_page(report: SessionReport, summary: Mapping[str, Any], curves: bytes
             "<h2>Curves</h2>",
             _picture(curves, draw_curves(report, DARK), "reward, held-out accuracy and staleness of each run"),
             f'<p class="faint">{escape(LEGEND)}</p>',
-            f"<h2>Stages, last {TIMELINE_S:g} seconds</h2>",
+            f"<h2>Stages, the {TIMELINE_S:g} seconds before the last optimizer step</h2>",
             timeline,
             '<p class="faint">Busy: the fraction of the time from the start of the server to the end of the last run in which a stage worked.</p>',
             "<h2>Settings</h2>",

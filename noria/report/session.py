@@ -29,8 +29,8 @@ REFRESH_S = 0.5
 WINDOW_S = 10.0
 """Busy fractions and rates are those of the last ten seconds: short enough to follow, long enough not to flicker."""
 
-TIMELINE_S = 10.0
-"""Length of the stage timeline in the report."""
+TIMELINE_S = 20.0
+"""Length of the stage timeline in the report, which ends with the learner's last work: what follows is evaluation only."""
 
 STAGES = ("sampler", "learner", "adapters", "actor")
 
@@ -68,6 +68,8 @@ async def until_stopped(work: Coroutine[Any, Any, T], announce: Callable[[], Non
 
     def stop() -> None:
         nonlocal is_stopped
+        if is_stopped:  # both signals at the same moment
+            return
         is_stopped = True
         for number in numbers:
             loop.remove_signal_handler(number)
@@ -123,10 +125,12 @@ class _Session:
         end_s = server.clock.now()
         window_s = end_s - ready_s
         busy = {stage: server.spans.busy(stage, window_s) for stage in STAGES}
-        spans = tuple(span for span in server.spans.spans() if span.end_s > end_s - TIMELINE_S)
+        spans = server.spans.spans()
+        last_s = max((span.end_s for span in spans if span.stage == "learner" and not span.is_wait), default=end_s)
+        recent = tuple(span for span in spans if span.end_s > last_s - TIMELINE_S and span.start_s < last_s)
         reports = [await server.report(name) for name in server.runs]
         self._show()
-        return SessionReport(self._plan.server.base, tuple(reports), busy, window_s, spans, end_s, failures)
+        return SessionReport(self._plan.server.base, tuple(reports), busy, window_s, recent, last_s, failures)
 
     def _show(self) -> None:
         server, progress = self._server, self._progress()

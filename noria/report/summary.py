@@ -14,8 +14,8 @@ from noria.service.runs import REWARD_WINDOW
 class SessionReport:
     """A finished session.
 
-    busy: by stage, over the window_s seconds from the server's start to the end of the last run. spans: of the newest part of that window, which
-    ended at end_s on their clock. failures: by run name.
+    busy: by stage, over the window_s seconds from the server's start to the end of the last run. spans: what the timeline shows, which ends at end_s
+    on their clock. failures: by run name.
     """
 
     base: str

@@ -95,10 +95,10 @@ class SamplerEngine:
 
         Raises ConfigError: a pool that cannot hold one request of max_context positions, or a context longer than the model's.
         """
-        num_needed = config.max_context // PAGE + 2
+        num_needed = config.max_context // PAGE + 3  # the trash page, a page shared in part, and the page it was copied from
         if config.num_pages < num_needed:
             raise ConfigError(
-                f"num_pages = {config.num_pages} cannot hold one request of max_context = {config.max_context}: set at least {num_needed}"
+                f"num_pages = {config.num_pages} is too few for a request of max_context = {config.max_context}: set {num_needed} or more"
             )
         if config.max_context > model.max_context:
             raise ConfigError(f"max_context = {config.max_context} exceeds the {model.max_context} positions of {model.name}")
@@ -141,12 +141,14 @@ class SamplerEngine:
     @property
     def has_work(self) -> bool:
         """A step would do something."""
-        return bool(self._inbox) or self._scheduler.has_work
+        return self._failure is None and (bool(self._inbox) or self._scheduler.has_work)
 
     # Device thread
 
     def step(self) -> bool:
         """Take in what has arrived and run one dispatch. False: there was nothing to run."""
+        if self._failure is not None:
+            return False
         self._take_inbox()
         dispatch = self._scheduler.plan()
         if dispatch is None:
@@ -165,6 +167,8 @@ class SamplerEngine:
         problem = self._runner.check_adapter(adapter)
         if problem is not None or not math.isfinite(scale):
             raise InvalidRequestError(f"cannot publish run {run_id!r} version {version}: {problem or f'its scale is {scale}'}")
+        while not self._slots.has_room(run_id) and self._scheduler.is_prefilling(run_id):
+            self._prefill(self._scheduler.plan_prefill())  # a prefill stays with its version and may hold the last slot
         slot = self._slots.advance(run_id, version)
         with self._spans.span("sampler", "publish", run_id):
             self._runner.write_slot(slot, adapter, scale)
@@ -225,18 +229,22 @@ class SamplerEngine:
         """Mean lanes in use / lanes over all decode dispatches so far, 0 before the first."""
         return self.counts.num_lanes_used / max(1, self.counts.num_decodes * self._runner.shapes.lanes[-1])
 
-    def close(self) -> None:
-        """Stop for good: whatever is unfinished, and whatever comes later, fails with StageStoppedError."""
-        self.fail(StageStoppedError("the sampler was closed"))
-
     def fail(self, error: BaseException) -> None:
-        """Stop for good because of `error`: whatever is unfinished, and whatever comes later, fails with StageStoppedError. Idempotent."""
+        """Stop for good: whatever is unfinished, and whatever comes later, fails with StageStoppedError, of which `error` is the cause. Idempotent.
+
+        Also after a step that raised, when device arrays and schedule can no longer be trusted: neither is touched.
+        """
         with self._inbox_lock:
             self._failure = self._failure or error
-        self._take_inbox()
-        for sequence in list(self._scheduler.sequences()):
-            self._scheduler.cancel(sequence)
-            self._resolve(sequence, StageStoppedError(f"request {sequence.request.request_id!r}: the sampler has stopped: {error}"))
+            tickets = [*self._tickets.values(), *(ticket for ticket in self._inbox if not ticket.is_cancelled)]
+            self._inbox.clear()
+        self._tickets.clear()
+        for ticket in tickets:
+            _settle(ticket, self._stopped_error())
+
+    def close(self) -> None:
+        """Stop for good, in order: as `fail` does, without a failure."""
+        self.fail(StageStoppedError("it was closed"))
 
     def _prefill(self, dispatch: PrefillDispatch) -> None:
         with self._spans.span("sampler", "prefill"):
@@ -291,9 +299,14 @@ class SamplerEngine:
     def _post(self, ticket: _Ticket) -> None:
         with self._inbox_lock:
             if self._failure is not None:
-                raise StageStoppedError(f"the sampler has stopped and takes no requests: {self._failure}")
+                raise self._stopped_error()
             self._inbox.append(ticket)
         self._wake()
+
+    def _stopped_error(self) -> StageStoppedError:
+        stopped = StageStoppedError(f"the sampler has stopped: {self._failure}")
+        stopped.__cause__ = self._failure
+        return stopped
 
     def _validate(self, request: SampleRequest) -> None:
         prompt, params = request.prompt_ids, request.params
@@ -305,9 +318,7 @@ class SamplerEngine:
             f"stop ids must be in [0, {vocab}), got {params.stop_ids}": not _are_ids(params.stop_ids, vocab),
             f"at most {MAX_STOP_IDS} stop ids, end-of-text included, got {num_stop_ids}": num_stop_ids > MAX_STOP_IDS,
             f"max_tokens must be at least 1, got {params.max_tokens}": params.max_tokens < 1,
-            f"temperature must be finite and at least 0, got {params.temperature}": not (
-                math.isfinite(params.temperature) and params.temperature >= 0
-            ),
+            f"temperature must be finite and at least 0, got {params.temperature}": not 0 <= params.temperature < math.inf,
             f"seed must be in [0, 2^63), got {params.seed}": not 0 <= params.seed < MAX_SEED,
             f"sample_index must be in [0, 2^31), got {params.sample_index}": not 0 <= params.sample_index < 2**31,
         }

@@ -8,10 +8,11 @@ updated in place. Layers are a Python loop over lists: a scan would copy each la
     D model   N query heads   K kv heads   H head size   V vocabulary   A adapter slot   S step of a dispatch   X stop id
 
 What lies in a page is always finite in V: a masked key has weight 0, and 0 * NaN would carry one run's broken numbers into another run that owns the
-page later or reads it as padding. K needs no such care, since masked scores are replaced before the softmax.
+page later or reads it as padding; the position that made them gets NaN as its output, so that they are seen. K needs no such care, since masked
+scores are replaced before the softmax.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias, final
@@ -104,12 +105,12 @@ class Runner:
         self._v: Pool = tuple(jnp.zeros(pool_shape, jnp.float32) for _ in range(model.num_layers))
         top = {name: array for name, array in base.stacked.items() if name != "layers"}
         self._resident = _Resident(top, base.layers, _empty_slots(model, config.num_slots, max_rank), jnp.zeros(config.num_slots, jnp.float32))
-        self._programs: dict[tuple[str, int], Callable[..., Any]] = {}
+        self._used: set[tuple[str, int]] = set()
 
     @property
     def num_programs(self) -> int:
-        """Programs compiled so far."""
-        return len(self._programs)
+        """Programs used so far, each compiled at its first use (once per process for equal models and sizes)."""
+        return len(self._used)
 
     def warm_up(self) -> None:
         """Compile every program of the closed set. Takes seconds per program for deep models; without it, the first use compiles."""
@@ -148,7 +149,8 @@ class Runner:
             page_2X = np.zeros((2, COPY_WIDTH), np.int32)
             part = pending[start : start + COPY_WIDTH]
             page_2X[:, : len(part)] = np.asarray(part, np.int32).T
-            self._k, self._v = self._call(("copy", COPY_WIDTH), _copy_pages, (0, 1), self._k, self._v, page_2X)
+            self._used.add(("copy", COPY_WIDTH))
+            self._k, self._v = _copy_pages(self._k, self._v, page_2X)
 
     def write_slot(self, slot: int, adapter: HostAdapter, scale: float) -> None:
         """Put an adapter into a slot, in place. Its shapes are those of the rank class (see `check_adapter`)."""
@@ -156,14 +158,14 @@ class Runner:
             {side: {name: leaf[layer] for name, leaf in adapter[side].items()} for side in ("a", "b")} for layer in range(self._model.num_layers)
         )
         resident = self._resident
-        adapters, scale_A = self._call(
-            ("write", 1), _write_slot, (0, 1), resident.adapters, resident.scale_A, layers, np.int32(slot), np.float32(scale)
-        )
+        self._used.add(("write", 1))
+        adapters, scale_A = _write_slot(resident.adapters, resident.scale_A, layers, np.int32(slot), np.float32(scale))
         self._resident = resident._replace(adapters=adapters, scale_A=scale_A)
 
     def checksum(self, slot: int) -> int:
         """The integer checksum of the slot's bytes on the device, equal to `lora.checksum` of what was written."""
-        return int(self._call(("checksum", 1), _checksum, (), self._resident.adapters, np.int32(slot)))
+        self._used.add(("checksum", 1))
+        return int(_checksum(self._resident.adapters, np.int32(slot)))
 
     def check_adapter(self, adapter: HostAdapter) -> str | None:
         """What is wrong with an adapter's shapes, None if it fits a slot."""
@@ -177,25 +179,21 @@ class Runner:
         return None
 
     def _run_decode(self, lanes: Lanes) -> tuple[jax.Array, jax.Array]:
-        key = ("decode", lanes.table_WP.shape[0])
-        function = partial(_decode, config=self._model, max_steps=self._num_steps)
-        id_SW, behavior_logprobs_SW, self._k, self._v = self._call(key, function, (1, 2), self._resident, self._k, self._v, lanes)
+        self._used.add(("decode", lanes.table_WP.shape[0]))
+        id_SW, behavior_logprobs_SW, self._k, self._v = _decode(
+            self._resident, self._k, self._v, lanes, config=self._model, max_steps=self._num_steps
+        )
         return id_SW, behavior_logprobs_SW
 
     def _run_prefill(self, rows: Rows) -> None:
-        key = ("prefill", rows.table_RP.shape[0])
-        self._k, self._v = self._call(key, partial(_prefill, config=self._model), (1, 2), self._resident, self._k, self._v, rows)
-
-    def _call(self, key: tuple[str, int], function: Callable[..., Any], donated: tuple[int, ...], *arguments: Any) -> Any:
-        program = self._programs.get(key)
-        if program is None:
-            program = self._programs[key] = jax.jit(function, donate_argnums=donated).lower(*arguments).compile()
-        return program(*arguments)
+        self._used.add(("prefill", rows.table_RP.shape[0]))
+        self._k, self._v = _prefill(self._resident, self._k, self._v, rows, config=self._model)
 
 
 # Programs
 
 
+@partial(jax.jit, static_argnames=("config", "max_steps"), donate_argnums=(1, 2))
 def _decode(resident: _Resident, k: Pool, v: Pool, lanes: Lanes, *, config: ModelConfig, max_steps: int) -> tuple[jax.Array, jax.Array, Pool, Pool]:
     """Sample up to max_steps tokens per lane, stopping when every lane has finished.
 
@@ -238,6 +236,7 @@ def _decode(resident: _Resident, k: Pool, v: Pool, lanes: Lanes, *, config: Mode
     return carry[4], carry[5], carry[6], carry[7]
 
 
+@partial(jax.jit, static_argnames=("config",), donate_argnums=(1, 2))
 def _prefill(resident: _Resident, k: Pool, v: Pool, rows: Rows, *, config: ModelConfig) -> tuple[Pool, Pool]:
     """Write the K/V of every row's positions."""
     num_rows = rows.table_RP.shape[0]
@@ -275,10 +274,12 @@ def _forward(
         def attention(q_RCNH: jax.Array, k_RCKH: jax.Array, v_RCKH: jax.Array, layer: int = layer) -> jax.Array:
             k_WKH, v_WKH = (x.reshape(-1, *x.shape[2:]) for x in (k_RCKH, v_RCKH))
             new_k[layer] = new_k[layer].at[at.page_W, offset_W].set(k_WKH)
-            new_v[layer] = new_v[layer].at[at.page_W, offset_W].set(jnp.where(jnp.isfinite(v_WKH), v_WKH, 0.0))
+            is_finite_WKH = jnp.isfinite(v_WKH)
+            new_v[layer] = new_v[layer].at[at.page_W, offset_W].set(jnp.where(is_finite_WKH, v_WKH, 0.0))
             q = q_RCNH.reshape(-1, queries_per_table, *q_RCNH.shape[2:])
             out = attend_rows(q, new_k[layer], new_v[layer], at.table, position_query, rows_per_group=rows_per_group)
-            return out.reshape(q_RCNH.shape)
+            broken_W = jnp.where(is_finite_WKH.all((1, 2)), 0.0, jnp.nan)
+            return out.reshape(q_RCNH.shape) + broken_W.reshape(*q_RCNH.shape[:2], 1, 1)
 
         adapters = gather_rows(resident.adapters[layer], resident.scale_A, slot_R)
         x_RCD = block(weights, adapters, x_RCD, angles=angles, attention=attention, config=config)
@@ -328,18 +329,21 @@ def _draw(weight_WX: jax.Array, uniform_W: jax.Array) -> jax.Array:
     return jnp.minimum(first_W, last_W)
 
 
+@partial(jax.jit, donate_argnums=(0, 1))
 def _copy_pages(k: Pool, v: Pool, page_2X: jax.Array) -> tuple[Pool, Pool]:
     """Pages page_2X[0] to pages page_2X[1], in every layer; padding copies the trash page onto itself."""
     source, target = page_2X[0], page_2X[1]
     return tuple(x.at[target].set(x[source]) for x in k), tuple(x.at[target].set(x[source]) for x in v)
 
 
+@partial(jax.jit, donate_argnums=(0, 1))
 def _write_slot(
     adapters: tuple[AdapterTree, ...], scale_A: jax.Array, layers: tuple[AdapterTree, ...], slot: jax.Array, scale: jax.Array
 ) -> tuple[tuple[AdapterTree, ...], jax.Array]:
     return jax.tree.map(lambda leaf, new: leaf.at[slot].set(new), adapters, layers), scale_A.at[slot].set(scale)
 
 
+@jax.jit
 def _checksum(adapters: tuple[AdapterTree, ...], slot: jax.Array) -> jax.Array:
     parts = [layer_checksum(jax.tree.map(lambda leaf: leaf[slot], layer), index) for index, layer in enumerate(adapters)]
     return jnp.sum(jnp.stack(parts), dtype=jnp.uint32)

@@ -91,6 +91,10 @@ class Scheduler:
         """Admitted requests."""
         return len(self._active)
 
+    def is_prefilling(self, run_id: str) -> bool:
+        """A prefill of the run, and so of one of its versions, is under way."""
+        return any(prefill.run_id == run_id for prefill in self._prefills)
+
     def sequences(self) -> Iterator[Sequence]:
         """All unfinished sequences, active ones first."""
         yield from self._active
@@ -139,7 +143,7 @@ class Scheduler:
         ready = [sequence for sequence in self._active if sequence.is_prefilled]
         self._prefilled_last = bool(self._prefills) and not (self._prefilled_last and ready)
         if self._prefilled_last:
-            return self._plan_prefill()
+            return self.plan_prefill()
         return self._plan_decode(ready) if ready else None
 
     def complete(self, dispatch: DecodeDispatch, sampled: Many[Many[Sampled]]) -> list[Sequence]:
@@ -237,8 +241,11 @@ class Scheduler:
 
     # Planning
 
-    def _plan_prefill(self) -> PrefillDispatch:
-        """Fill the rows one by one from the prefills of the tenant with the least service. A tenant's own prefills go in order."""
+    def plan_prefill(self) -> PrefillDispatch:
+        """Fill the rows one by one from the prefills of the tenant with the least service; a tenant's own go in order. There is a prefill.
+
+        The first of all prefills can always run: what it builds on was started before it, or filled when it started.
+        """
         copies: list[PageCopy] = []
         rows: list[PrefillRow] = []
         while len(rows) < self._max_rows and (runnable := [p for p in self._prefills if p.can_run]):

@@ -55,6 +55,11 @@ class SlotTable:
         resident.num_users -= 1
         self._free_if_unused(run_id, version)
 
+    def has_room(self, run_id: str) -> bool:
+        """The run's next version can have a slot now: a free one, or that of its newest version if nobody needs it."""
+        newest = self._newest.get(run_id)
+        return bool(self._free) or (newest is not None and not self._resident[run_id, newest].num_users)
+
     def check_next(self, run_id: str, version: int) -> None:
         """Raises StateConflictError if `version` does not come after the run's newest, SlotsExhaustedError if there is no slot for it."""
         newest = self._newest.get(run_id)
@@ -62,7 +67,7 @@ class SlotTable:
             raise StateConflictError(
                 f"run {run_id!r}: cannot publish version {version}, version {newest} is already published and a version never goes back"
             )
-        if not self._free and (newest is None or self._resident[run_id, newest].num_users):
+        if not self.has_room(run_id):
             in_use = ", ".join(f"{run or 'base'} v{number}" for run, number in self._resident)
             raise SlotsExhaustedError(
                 f"no adapter slot is free for run {run_id!r} version {version}; in use: {in_use}; raise num_slots or stop a run"

@@ -10,7 +10,7 @@ from typing import Final, final
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from noria.errors import ConfigError
+from noria.errors import ConfigError, InvalidRequestError
 from noria.types import Ids
 
 _NUM_BYTES: Final = 256
@@ -66,6 +66,7 @@ class BpeTokenizer:
             raise ValueError(f"merge {bad!r} does not join two known tokens into a known one")
         self.vocab_size = len(tokens)
         self.eos_id = eos_id
+        self._missing_bytes = bytes(byte for byte, letter in enumerate(_byte_alphabet()) if letter not in ids)
         self._tokenizer = Tokenizer(models.BPE(ids, pairs))
         self._tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
             [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)]
@@ -74,8 +75,14 @@ class BpeTokenizer:
         self._tokenizer.add_special_tokens([AddedToken(tokens[i], special=True, normalized=False) for i in special_ids])
 
     def encode(self, text: str) -> Ids:
-        """Ids of `text`, special tokens where they are written out; adds none."""
-        return tuple(self._tokenizer.encode(_well_formed(text), add_special_tokens=False).ids)
+        """Ids of `text`, special tokens where they are written out; adds none.
+
+        Raises InvalidRequestError for a character with a byte that the vocabulary lacks, which the BPE would leave out without a word: in SmolLM
+        the control characters U+0004, 6, 13, 14, 16 and 1D, and the unassigned planes 4 to 11 (lead bytes F1 and F2).
+        """
+        text = _well_formed(text)
+        self._require_known_bytes(text)
+        return tuple(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of `ids`; special tokens are left out; bytes that are not valid UTF-8 become U+FFFD."""
@@ -83,7 +90,30 @@ class BpeTokenizer:
 
     def token_id(self, text: str) -> int:
         """The id of a text that is exactly one token. Raises ConfigError otherwise."""
-        return _only_id(text, self.encode(text))
+        try:
+            return _only_id(text, self.encode(text))
+        except InvalidRequestError as error:
+            raise ConfigError(str(error)) from error
+
+    def _require_known_bytes(self, text: str) -> None:
+        if not _has_any(text, self._missing_bytes):
+            return
+        position, letter = next((i, c) for i, c in enumerate(text) if _has_any(c, self._missing_bytes))
+        raise InvalidRequestError(
+            f"character {letter!r} (U+{ord(letter):04X}) at position {position} is not in this model's vocabulary; leave it out"
+        )
+
+
+def _byte_alphabet() -> str:
+    """GPT-2's printable stand-in of each byte, in the order of the bytes (Radford et al. 2019, `bytes_to_unicode`)."""
+    printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
+    stand_ins = map(chr, range(_NUM_BYTES, 2 * _NUM_BYTES))
+    return "".join(chr(byte) if byte in printable else next(stand_ins) for byte in range(_NUM_BYTES))
+
+
+def _has_any(text: str, some: bytes) -> bool:
+    raw = text.encode("utf-8")
+    return len(raw.translate(None, some)) < len(raw)
 
 
 def _well_formed(text: str) -> str:

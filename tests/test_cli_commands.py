@@ -1,0 +1,154 @@
+"""The command line without training: help stays light, bad usage and bad files exit with 2 and one line, a demo removes only its own folder."""
+
+import fcntl
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from noria import cli
+from noria.config import install_seconds
+from noria.errors import ConfigError, StateConflictError
+
+ROOT = Path(__file__).parents[1]
+HEAVY = ("jax", "matplotlib", "sqlalchemy", "numpy", "pydantic")
+
+
+def call(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(cli.app, [str(argument) for argument in arguments], env={"COLUMNS": "100", "TERM": "dumb"})
+
+
+def in_process(*arguments: str) -> str:
+    """Run noria in a fresh interpreter and print, after its output, which heavy packages it loaded."""
+    script = (
+        "import sys\nfrom noria.cli import app\n"
+        f"try:\n    app({list(arguments)!r})\nexcept SystemExit as error:\n    assert not error.code, error.code\n"
+        f"print('loaded:', [name for name in {HEAVY!r} if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-W", "error", "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["demo", "--help"], ["train", "--help"], ["runs", "--help"], ["runs", "show", "--help"], ["version"]])
+def test_help_and_version_load_nothing_heavy(arguments: list[str]) -> None:
+    assert in_process(*arguments).endswith("loaded: []\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--help"], ["noria demo", "noria train my_run.toml"]),
+        (["demo", "--help"], ["noria demo --resume", "Exit codes: 0 all went well, 1 a run failed, 2 the command"]),
+        (["train", "--help"], ["noria train my_run.toml --resume", "130 stopped", "beside their run file"]),
+        (["runs", "show", "--help"], ["noria runs show addition"]),
+    ],
+)
+def test_help_shows_examples_and_exit_codes(arguments: list[str], words: list[str]) -> None:
+    result = call(*arguments)
+    assert result.exit_code == 0
+    assert all(word in " ".join(result.output.split()) for word in words), result.output
+
+
+@pytest.mark.parametrize("arguments", [["train"], ["demo", "--steps", "0"], ["demo", "--install-s", "-1"], ["demo", "--fast"], ["nothing"]])
+def test_bad_usage_exits_with_2(arguments: list[str]) -> None:
+    assert call(*arguments).exit_code == 2
+
+
+RUN = 'name = "a"\n[environment]\nname = "addition"\n[algorithm]\nsteps = 3\n'
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (RUN + "[adapter]\nlearning_rte = 1e-3\n", "unknown key 'adapter.learning_rte'; did you mean 'learning_rate'?"),
+        (RUN.replace("steps = 3", "steps = 0"), "algorithm.steps"),
+        (RUN + "[adapter\n", "is not valid TOML"),
+        (RUN + "[learner]\nmax_rank = 4\n", "unknown key 'learner'"),
+    ],
+)
+def test_a_bad_run_file_exits_with_2_and_says_what_is_wrong(tmp_path: Path, text: str, words: str) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text(text, encoding="utf-8")
+    result = call("train", path, "--state-dir", tmp_path / "state")
+    assert result.exit_code == 2
+    assert result.stderr.startswith("error[config_invalid]: ")
+    assert words in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+    assert not (tmp_path / "state").exists()
+
+
+def test_a_folder_without_a_state_exits_with_2(tmp_path: Path) -> None:
+    result = call("runs", "list", "--state-dir", tmp_path)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.startswith("error[state_conflict]: ")
+
+
+def state_folder(folder: Path, *names: str) -> Path:
+    folder.mkdir()
+    for name in names:
+        (folder / name).write_text("x", encoding="utf-8")
+    return folder
+
+
+@pytest.mark.parametrize("names", [(), ("noria.sqlite",), ("noria.sqlite", "lock", "report.html"), ("lock", "noria.log")])
+def test_a_demo_removes_its_previous_folder(tmp_path: Path, names: tuple[str, ...]) -> None:
+    folder = state_folder(tmp_path / "demo", *names)
+    cli.remove_state(folder)
+    assert not folder.exists()
+    cli.remove_state(folder)
+
+
+@pytest.mark.parametrize("names", [("thesis.tex",), ("lock", "thesis.tex")])
+def test_a_demo_refuses_to_remove_anything_else(tmp_path: Path, names: tuple[str, ...]) -> None:
+    folder = state_folder(tmp_path / "demo", *names)
+    result = call("demo", "--state-dir", folder)
+    assert result.exit_code == 2
+    assert result.stderr.startswith("error[state_conflict]: ")
+    assert "no previous demo" in result.stderr
+    assert (folder / "thesis.tex").exists()
+
+
+def test_a_demo_refuses_to_remove_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "demo"
+    path.write_text("x", encoding="utf-8")
+    with pytest.raises(StateConflictError):
+        cli.remove_state(path)
+    assert path.exists()
+
+
+def test_a_demo_refuses_to_remove_a_folder_in_use(tmp_path: Path) -> None:
+    folder = state_folder(tmp_path / "demo", "noria.sqlite", "lock")
+    with (folder / "lock").open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with pytest.raises(StateConflictError, match="another process"):
+            cli.remove_state(folder)
+    assert (folder / "noria.sqlite").exists()
+
+
+@pytest.mark.parametrize(("text", "seconds"), [(None, 0.0), ("12.5", 12.5), ("0", 0.0)])
+def test_installation_seconds_come_from_the_environment(monkeypatch: pytest.MonkeyPatch, text: str | None, seconds: float) -> None:
+    if text is None:
+        monkeypatch.delenv("NORIA_INSTALL_S", raising=False)
+    else:
+        monkeypatch.setenv("NORIA_INSTALL_S", text)
+    assert install_seconds() == seconds
+
+
+@pytest.mark.parametrize("text", ["", "soon", "-1", "nan", "inf"])
+def test_nonsensical_installation_seconds_are_refused(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setenv("NORIA_INSTALL_S", text)
+    with pytest.raises(ConfigError, match="NORIA_INSTALL_S"):
+        install_seconds()
+
+
+def test_elapsed_time_counts_from_the_process_start() -> None:
+    first: Callable[[], float] = cli.elapsed_s
+    earlier, later = first(), first()
+    assert 0 < earlier <= later
+    script = "import time; time.sleep(0.3); from noria.cli import elapsed_s; print(elapsed_s())"
+    printed = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert 0.3 <= float(printed) < 30

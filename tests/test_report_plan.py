@@ -1,0 +1,90 @@
+"""Plans: every TOML file of the project loads, and what cannot train together is refused before anything is loaded."""
+
+import subprocess
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from noria.config import RunConfig, ServerConfig, load_toml
+from noria.errors import ConfigError
+from noria.report.plan import DEMO_RUNS, demo_plan, train_plan
+
+ROOT = Path(__file__).parents[1]
+
+
+def toml_files() -> list[Path]:
+    listed = subprocess.run(["git", "ls-files", "-co", "--exclude-standard", "*.toml"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    return [ROOT / name for name in listed.split()]
+
+
+def run_file(folder: Path, name: str = "a", *, base: str = "tiny", rank: int = 8, more: str = "") -> Path:
+    path = folder / f"{name}.toml"
+    text = f'name = "{name}"\nbase = "{base}"\n[environment]\nname = "addition"\n[algorithm]\nsteps = 3\n[adapter]\nrank = {rank}\n{more}'
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize("path", toml_files(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_toml_file_of_the_project_loads(path: Path) -> None:
+    if path.name == "pyproject.toml":
+        tomllib.loads(path.read_text(encoding="utf-8"))
+    else:
+        load_toml(path, ServerConfig if path.stem.startswith("server") else RunConfig)
+
+
+def test_the_demo_is_three_tenants_with_three_tasks_on_one_base() -> None:
+    plan = demo_plan(state_dir=None, resume=False, steps=None)
+    configs = [run.config for run in plan.runs]
+    assert len({config.tenant for config in configs}) == len({config.environment.name for config in configs}) == len(configs) == 3
+    assert tuple(config.name for config in configs) == DEMO_RUNS
+    assert {config.base for config in configs} == {plan.server.base}
+    assert plan.state_dir == Path(".noria/demo")
+    assert max(config.adapter.rank for config in configs) <= plan.server.learner.max_rank
+    assert len(configs) <= plan.server.learner.num_slots
+
+
+def test_the_demos_files_are_all_packaged() -> None:
+    names = {path.stem for path in (ROOT / "noria" / "demo").glob("*.toml")}
+    assert names == {*DEMO_RUNS, "server"}
+    packaged = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]["package-data"]["noria"]
+    assert "demo/*.toml" in packaged
+
+
+def test_steps_and_folder_of_the_command_come_before_the_files(tmp_path: Path) -> None:
+    plan = demo_plan(state_dir=tmp_path, resume=True, steps=2)
+    assert {run.config.algorithm.steps for run in plan.runs} == {2}
+    assert plan.runs[0].config.sampling.stop == ("\n",)
+    assert (plan.state_dir, plan.resume) == (tmp_path, True)
+
+
+def test_without_a_server_file_the_server_fits_its_runs(tmp_path: Path) -> None:
+    files = [run_file(tmp_path, f"r{i}", rank=64 if i == 3 else 4) for i in range(12)]
+    plan = train_plan(files)
+    assert plan.server.base == "tiny"
+    assert plan.server.learner.max_rank == 64
+    assert plan.server.learner.num_slots == 12
+    assert plan.server.sampler.num_slots > 2 * 12
+    assert {run.folder for run in plan.runs} == {tmp_path}
+
+
+def test_a_server_file_is_taken_as_it_is(tmp_path: Path) -> None:
+    server = tmp_path / "server.toml"
+    server.write_text('base = "tiny"\nstate_dir = "there"\n[learner]\nnum_slots = 2\n', encoding="utf-8")
+    plan = train_plan([run_file(tmp_path)], server_config=server)
+    assert plan.server.learner.num_slots == 2
+    assert plan.state_dir == Path("there")
+
+
+def test_runs_that_cannot_share_a_server_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "again").mkdir()
+    first, same_name = run_file(tmp_path), run_file(tmp_path / "again")
+    with pytest.raises(ConfigError, match="2 run files have the name 'a'"):
+        train_plan([first, same_name])
+    with pytest.raises(ConfigError, match=r"run b wants base 'smollm2-135m', the server holds 'tiny'"):
+        train_plan([first, run_file(tmp_path, "b", base="smollm2-135m")])
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"cannot read .*nowhere\.toml"):
+        train_plan([tmp_path / "nowhere.toml"])

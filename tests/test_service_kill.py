@@ -1,0 +1,151 @@
+"""kill -9 at random moments, then resume: every group is settled exactly once, and no (run, version) ever names two contents."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from sqlalchemy import select
+
+from noria.adapters.versions import VersionFiles
+from noria.buffer.codec import decode_group
+from noria.buffer.database import open_database
+from noria.buffer.tables import GROUPS
+from noria.service import store
+
+RUN = """
+name = "{name}"
+tenant = "{name}"
+base = "tiny"
+seed = {seed}
+
+[environment]
+name = "letters.py:Letters"
+
+[algorithm]
+steps = {steps}
+group_size = 3
+groups_per_batch = 2
+max_staleness = {staleness}
+truncated = "keep"
+
+[adapter]
+rank = 4
+
+[sampling]
+max_tokens = 3
+
+[evaluation]
+num_tasks = 0
+"""
+
+ENVIRONMENT = '''
+import asyncio
+from noria.envs.single_turn import SingleTurn
+
+class Letters(SingleTurn):
+    """Rewarded for low bytes; slow enough that a kill finds episodes at every stage."""
+
+    def problem(self, rng):
+        return "".join(rng.choice("abcdefgh") for _ in range(6)), ""
+
+    async def step(self, action):
+        await asyncio.sleep(0.01)
+        return SingleTurn.step(self, action)
+
+    def reward(self, action, answer):
+        return sum(byte < 100 for byte in action.encode()) / max(1, len(action.encode()))
+'''
+
+STEPS = 60
+NUM_KILLS = 10
+SETTLED = ("trained", "dropped")
+
+
+def snapshot(state_dir: Path):
+    """(committed versions, settled groups, newest version in any stored answer) by run, as a restart would find them."""
+    engine = open_database(state_dir / "noria.sqlite")
+    try:
+        with engine.begin() as connection:
+            if not connection.exec_driver_sql("SELECT name FROM sqlite_master WHERE name = 'versions'").all():
+                return {}, {}, {}
+            rows = [row for name in ("one", "two") for row in store.versions(connection, name)]
+            groups = connection.execute(select(GROUPS)).all()
+    finally:
+        engine.dispose()
+    committed = {(r.record.run_id, r.record.version): r.record for r in rows}
+    settled = {g.group_id: (g.status, g.reason, g.trained_version) for g in groups if g.status in SETTLED}
+    answered: dict[str, int] = {}
+    for group in (decode_group(g.payload) for g in groups if g.payload is not None):
+        seen = [v for episode in group.episodes for turn in episode.turns for v in turn.completion.versions]
+        answered[group.run_id] = max(answered.get(group.run_id, 0), *seen)
+    return committed, settled, answered
+
+
+@pytest.mark.slow
+def test_after_ten_kills_every_group_is_settled_once_and_no_version_has_two_contents(tmp_path):
+    (tmp_path / "letters.py").write_text(ENVIRONMENT)
+    for seed, name in enumerate(("one", "two")):
+        (tmp_path / f"{name}.toml").write_text(RUN.format(name=name, seed=seed, steps=STEPS, staleness=seed))
+    state_dir = tmp_path / "state"
+    command = [sys.executable, "-m", "noria.cli", "train", str(tmp_path / "one.toml"), str(tmp_path / "two.toml")]
+    command += ["--state-dir", str(state_dir), "--json", "--resume"]
+    environment = os.environ | {"NORIA_CACHE_DIR": str(tmp_path / "cache")}
+    rng = random.Random(0)
+    committed, settled, num_kills, stages_hit = {}, {}, 0, set()
+
+    def check():
+        now_committed, now_settled, answered = snapshot(state_dir)
+        files = VersionFiles(state_dir / "adapters")
+        for key, record in committed.items():
+            assert now_committed[key] == record, "a committed version changed"
+        for group_id, outcome in settled.items():
+            assert now_settled[group_id] == outcome, "a settled group was settled again"
+        for name, version in answered.items():
+            assert (name, version) in now_committed, "an answer names a version that was never committed"
+        for name in ("one", "two"):
+            versions = [version for run, version in now_committed if run == name]
+            assert versions == list(range(len(versions)))
+            if versions:
+                files.load(now_committed[name, versions[-1]], max_rank=16)  # checks the bytes against the commit
+        return now_committed, now_settled
+
+    process = None
+    while num_kills < NUM_KILLS:
+        before = len(committed)
+        process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+        limit = time.monotonic() + 120
+        wait_for = rng.randrange(0, 8)  # 0: while it starts; else after so many new versions
+        while process.poll() is None and time.monotonic() < limit and wait_for and len(snapshot(state_dir)[0]) - before < wait_for:
+            time.sleep(0.05)
+        time.sleep(rng.uniform(0.0, 0.3) if wait_for else rng.uniform(0.5, 4.0))
+        if process.poll() is not None:
+            break
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+        num_kills += 1
+        committed, settled = check()
+        stages_hit.add(len(committed) > before)
+    assert num_kills == NUM_KILLS, process.communicate()[1].decode()[-2000:]
+    assert stages_hit == {True, False} or stages_hit == {True}
+
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    report = json.loads(done.stdout.strip().splitlines()[-1])
+    committed, settled = check()
+    assert {run["name"]: run["version"] for run in report["runs"]} == {"one": STEPS, "two": STEPS}
+    engine = open_database(state_dir / "noria.sqlite")
+    with engine.begin() as connection:
+        groups = connection.execute(select(GROUPS)).all()
+    engine.dispose()
+    assert all(g.status in SETTLED for g in groups), "a group was lost"
+    for name in ("one", "two"):
+        mine = [g for g in groups if g.run_id == name]
+        assert sorted(g.admission for g in mine) == list(range(len(mine)))
+        assert {g.trained_version for g in mine if g.status == "trained"} == set(range(1, STEPS + 1))
+        assert {g.reason for g in mine if g.status == "dropped"} <= {"no_signal", "stopped"}
