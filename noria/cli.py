@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 import typer
 
 from noria.errors import NoriaError
+from noria.service import folder
 
 if TYPE_CHECKING:
     from noria.report.live import Display
@@ -23,10 +24,6 @@ if TYPE_CHECKING:
     from noria.report.summary import SessionReport
 
 FAILED, UNUSABLE, STOPPED = 1, 2, 130
-
-LOG_FILE = "noria.log"
-REMOVABLE = {"lock", LOG_FILE}
-"""What a demo that ended before its database was made has left behind."""
 
 EXIT_CODES = "Exit codes: 0 all went well, 1 a run failed, 2 the command or a file cannot be used, 130 stopped (go on with --resume)."
 
@@ -87,7 +84,7 @@ def demo(
         install_s = install_seconds() if install_s is None else install_s
         plan = demo_plan(state_dir=state_dir, resume=resume, steps=steps)
         if not resume:
-            remove_state(plan.state_dir)
+            folder.remove(plan.state_dir)
         _train(plan, as_json=as_json, report=report, install_s=install_s)
 
 
@@ -156,10 +153,15 @@ def show_run(
 @app.command()
 def version() -> None:
     """Print noria's version, and those of what it computes with."""
+    from importlib.metadata import PackageNotFoundError
     from importlib.metadata import version as version_of
 
+    try:
+        own = version_of("noria")
+    except PackageNotFoundError:
+        own = "(a source tree that is not installed)"
     packages = ", ".join(f"{name} {version_of(name)}" for name in ("jax", "jaxlib", "numpy"))
-    typer.echo(f"noria {version_of('noria')} (Python {sys.version.split()[0]}, {packages})")
+    typer.echo(f"noria {own}, Python {sys.version.split()[0]}, {packages}")
 
 
 def _train(plan: "Plan", *, as_json: bool, report: bool, install_s: float) -> None:
@@ -223,35 +225,12 @@ def _logging_to(state_dir: Path) -> Iterator[None]:
     from noria.observe import configure_logging
 
     state_dir.mkdir(parents=True, exist_ok=True)
-    with (state_dir / LOG_FILE).open("a", encoding="utf-8") as stream:
+    with (state_dir / folder.LOG).open("a", encoding="utf-8") as stream:
         configure_logging(as_json=True, stream=stream)
         try:
             yield
         finally:
             configure_logging()
-
-
-def remove_state(folder: Path) -> None:
-    """Remove a previous demo's folder. Raises StateConflictError if it is in use, or holds anything but a state."""
-    import fcntl
-    import shutil
-
-    from noria.errors import StateConflictError
-
-    if not folder.exists():
-        return
-    names = {path.name for path in folder.iterdir()} if folder.is_dir() else {folder.name}
-    if "noria.sqlite" not in names and names - REMOVABLE:
-        raise StateConflictError(f"{folder} has no noria.sqlite, so it is no previous demo and is not removed; choose another --state-dir")
-    if "lock" in names:
-        with (folder / "lock").open("w") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:
-                raise StateConflictError(f"another process is using {folder}: stop it, or choose another --state-dir") from error
-            shutil.rmtree(folder)
-    else:
-        shutil.rmtree(folder)
 
 
 @contextmanager

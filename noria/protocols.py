@@ -94,7 +94,7 @@ class Tokenizer(Protocol):
     eos_id: int
 
     def encode(self, text: str) -> Ids:
-        """Ids of `text`; adds no special token."""
+        """Ids of `text`; adds no special token. Raises InvalidRequestError for a character that the vocabulary cannot spell."""
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of `ids`; special tokens are left out; bytes that are not valid UTF-8 become U+FFFD."""

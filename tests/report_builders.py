@@ -12,7 +12,9 @@ from noria.service.build import RunReport
 from noria.service.runs import RunProgress
 
 
-def run_config(name: str = "largest", *, steps: int = 20, rank: int = 8, environment: str = "", max_staleness: int = 1, tenant: str = "amber") -> RunConfig:
+def run_config(
+    name: str = "largest", *, steps: int = 20, rank: int = 8, environment: str = "", max_staleness: int = 1, tenant: str = "amber"
+) -> RunConfig:
     return RunConfig(
         name=name,
         tenant=tenant,

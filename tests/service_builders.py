@@ -84,7 +84,7 @@ def server_config(state_dir: Path, **changes):
         base="tiny",
         sampler=SamplerConfig(num_lanes=32, num_pages=256, max_context=128),
         learner=LearnerConfig(max_positions=256, num_slots=4, max_rank=8),
-        **changes,
+        **({"warm_up": False} | changes),
     )
 
 

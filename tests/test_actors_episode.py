@@ -42,6 +42,12 @@ class Letters:
     def decode(self, ids):
         return "".join(chr(i) for i in ids if i != EOS).replace(chr(299), "th")
 
+    def token_id(self, text):
+        ids = self.encode(text)
+        if len(ids) != 1:
+            raise ConfigError(f"{text!r} is {len(ids)} tokens")
+        return ids[0]
+
 
 class ScriptedSampler:
     """Answers each request with the next of its replies, an id sequence or an error, after `seconds`; records what it was asked."""

@@ -7,10 +7,8 @@ from jax import monitoring
 from learner_builders import drain, make_learner, nonzero_state, pieces_of, random_groups, same_bytes, spec, tiny
 
 from noria.errors import GradientNotFiniteError, InvalidRequestError, SlotsExhaustedError, StateConflictError
-from noria.learner.learner import Learner
 from noria.learner.optimizer import read_slot
 from noria.model.transformer import forward_logits
-from noria.types import TILE
 
 
 def load(learner, run_id, seed, **kwargs):
@@ -135,11 +133,11 @@ def test_no_program_is_compiled_after_warm_up_over_300_random_batches():
             compiled.append(kwargs.get("fun_name", "?"))
 
     learner = make_learner(512, num_slots=4)
-    for slot in range(3):
-        load(learner, f"run{slot}", slot, rank=2 + slot)
-    warm_up(learner)
+    learner.warm_up()
     monitoring.register_event_duration_secs_listener(listen)
     try:
+        for slot in range(3):
+            load(learner, f"run{slot}", slot, rank=2 + slot)
         rng = np.random.default_rng(0)
         for step in range(100):
             for slot in range(3):
@@ -153,21 +151,6 @@ def test_no_program_is_compiled_after_warm_up_over_300_random_batches():
         monitoring.unregister_event_duration_listener(listen)
     assert learner.num_microbatches > 100
     assert compiled == []
-
-
-def warm_up(learner: Learner):
-    """One batch of every shape of the learner's closed set."""
-    for shape in learner._shapes:
-        groups = random_groups(0, num_groups=1, group_size=2, prompt=shape.num_positions - 12, answer=2)
-        for seed in range(99):
-            groups = random_groups(seed, num_groups=1, group_size=2, prompt=max(4, int(shape.num_positions * 0.9)), answer=2)
-            pieces = pieces_of(groups, 512)
-            if pieces and -(-len(pieces[0].ids_T) // TILE) * TILE > (shape.num_positions // 2 if shape.num_positions > 64 else 0):
-                learner.train("run0", pieces)
-                drain(learner)
-                break
-        else:
-            pytest.fail(f"no warm-up batch found for {shape}")
 
 
 def test_bad_requests_to_the_learner_are_refused_with_named_errors():

@@ -77,7 +77,11 @@ def test_curves_hold_rewards_of_any_scale() -> None:
 
 
 def test_a_timeline_shows_stages_that_worked_and_cuts_spans_at_its_window() -> None:
-    beyond = (Span("sampler", "decode", "", False, 0.0, 200.0), Span("learner", "batch", "a", True, 95.0, 99.0), Span("odd", "x", "", False, 95.0, 99.0))
+    beyond = (
+        Span("sampler", "decode", "", False, 0.0, 200.0),
+        Span("learner", "batch", "a", True, 95.0, 99.0),
+        Span("odd", "x", "", False, 95.0, 99.0),
+    )
     assert draw_timeline(session(spans=beyond), 10.0).startswith(PNG)
     assert draw_timeline(session(spans=()), 10.0).startswith(PNG)
     assert draw_timeline(session(), 10.0) != draw_timeline(session(spans=()), 10.0)

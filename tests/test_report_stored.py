@@ -81,5 +81,5 @@ def test_a_folder_without_a_state_is_refused_and_left_alone(tmp_path: Path) -> N
 
 def test_an_unknown_run_is_answered_with_those_there_are(tmp_path: Path) -> None:
     write_state(tmp_path)
-    with pytest.raises(StateConflictError, match="there is no run 'larges'.*addition, largest"):
+    with pytest.raises(StateConflictError, match=r"there is no run 'larges'.*addition, largest"):
         find_stored(read_runs(tmp_path), "larges")

@@ -57,10 +57,7 @@ def rules_of(config: RunConfig, run_id: str, environment: EnvironmentFactory, to
 
 def stop_ids(texts: tuple[str, ...], tokenizer: Tokenizer) -> Ids:
     """The end-of-text id, then the id of each stop text. Raises ConfigError for a text that is not exactly one token."""
-    ids = [tokenizer.eos_id]
-    for text in texts:
-        encoded = tokenizer.encode(text)
-        if len(encoded) != 1:
-            raise ConfigError(f"sampling.stop: {text!r} is {len(encoded)} tokens of this model; a stop text must be exactly one")
-        ids.append(encoded[0])
-    return tuple(dict.fromkeys(ids))
+    try:
+        return tuple(dict.fromkeys((tokenizer.eos_id, *(tokenizer.token_id(text) for text in texts))))
+    except ConfigError as error:
+        raise ConfigError(f"sampling.stop: {error}") from error

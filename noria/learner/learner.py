@@ -29,7 +29,7 @@ from noria.model.config import ModelConfig
 from noria.model.lora import AdapterState
 from noria.protocols import Clock, Spans
 from noria.rl.losses import LossMetrics, LossTable, loss_table, run_metrics
-from noria.rl.packing import MicrobatchPlan, ReadyRun, pack, plan_microbatch, shapes_up_to
+from noria.rl.packing import MicrobatchPlan, PlannedPiece, ReadyRun, pack, plan_microbatch, shapes_up_to
 from noria.types import TILE, Entries, FloatArray, Ids, LoraSpec, LossSpec, OptimizerSpec, Piece
 
 _SCORED_RUN = "(score)"
@@ -133,6 +133,25 @@ class Learner:
         self.num_microbatches = 0
         self.positions_useful = 0
         self.positions_dispatched = 0
+
+    def warm_up(self) -> None:
+        """Compile every program of the closed set, before the first step and before any run is loaded. Seconds per shape for deep models."""
+        assert not self._runs, "warm up first"
+        config, settings = self._config, self._settings
+        for shape in self._shapes:
+            microbatch = pack(MicrobatchPlan(shape, (PlannedPiece(_SCORED_RUN, 0, 0, _sequence((0, 0))),)))
+            arrays, scale_A = to_device(microbatch), jnp.asarray(self._scale_A)
+            outputs, residuals = score(self._params, self._state.params, scale_A, arrays, config)
+            cotangent_M, _ = loss_cotangents(outputs, loss_inputs(microbatch), self._losses)
+            accumulators = self._state.gradient
+            gradient = pull(
+                self._params, self._state.params, scale_A, arrays, residuals, cotangent_M=cotangent_M, accumulators=accumulators, config=config
+            )
+            self._state = self._state._replace(gradient=jax.block_until_ready(gradient))
+            self._seen_shapes.add(shape.num_positions)
+        self._state, _ = apply_step(self._state, jnp.int32(0), hyperparameters(OptimizerSpec(1.0)))
+        self._state = load_slot(self._state, 0, read_slot(self._state, 0))
+        self._state = empty_state(config, settings.num_slots, settings.max_rank)
 
     # ---- any thread -------------------------------------------------------------------------------------------------------------------
 

@@ -163,7 +163,11 @@ def _stages(snapshot: Snapshot, width: int) -> RenderableType:
     cells: list[RenderableType] = []
     for label, stage in (("sampler", "sampler"), ("learner", "learner"), ("actors", "actor")):
         busy = snapshot.busy.get(stage, 0.0)
-        cells += [Text(label, style="dim"), ProgressBar(total=1.0, completed=busy, width=bar_width, complete_style="cyan", finished_style="cyan"), Text(f"{busy:4.0%}  ")]
+        cells += [
+            Text(label, style="dim"),
+            ProgressBar(total=1.0, completed=busy, width=bar_width, complete_style="cyan", finished_style="cyan"),
+            Text(f"{busy:4.0%}  "),
+        ]
     grid.add_row(*cells)
     rates = (
         f"sampled {snapshot.sampled_per_s:,.0f} tokens/s   trained {snapshot.trained_per_s:,.0f} tokens/s   elapsed {_duration(snapshot.elapsed_s)}"

@@ -98,7 +98,7 @@ class _Session:
         self._plan, self._display, self._elapsed = plan, display, elapsed
         self._server: Server | None = None
         self._is_over = False
-        self._doing = f"loading {plan.server.base}"
+        self._doing = f"loading {plan.server.base} and compiling"
         self._rates = _Rates()
 
     async def run(self, server: Server) -> SessionReport:
@@ -117,9 +117,13 @@ class _Session:
 
     async def _run(self, server: Server) -> SessionReport:
         ready_s = server.clock.now()
-        for planned in self._plan.runs:
-            self._doing = f"starting {planned.config.name} (the first start compiles)"
-            await server.add_run(planned.config, folder=planned.folder, resume=self._plan.resume)
+        self._doing = "starting the runs"
+        try:
+            async with asyncio.TaskGroup() as group:
+                for planned in self._plan.runs:
+                    group.create_task(server.add_run(planned.config, folder=planned.folder, resume=self._plan.resume))
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from errors
         self._doing = ""
         failures = await server.finished()
         end_s = server.clock.now()
@@ -128,7 +132,7 @@ class _Session:
         spans = server.spans.spans()
         last_s = max((span.end_s for span in spans if span.stage == "learner" and not span.is_wait), default=end_s)
         recent = tuple(span for span in spans if span.end_s > last_s - TIMELINE_S and span.start_s < last_s)
-        reports = [await server.report(name) for name in server.runs]
+        reports = [await server.report(planned.config.name) for planned in self._plan.runs]
         self._show()
         return SessionReport(self._plan.server.base, tuple(reports), busy, window_s, recent, last_s, failures)
 

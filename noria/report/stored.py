@@ -16,8 +16,7 @@ from noria.buffer.tables import METADATA
 from noria.errors import StateConflictError
 from noria.report.numbers import sparkline, task_name
 from noria.service import store
-
-DATABASE = "noria.sqlite"
+from noria.service.folder import DATABASE
 
 NUM_SHOWN = 10
 """Newest versions that `show` lists."""

@@ -80,16 +80,12 @@ class Scheduler:
         self._prefills: list[Prefill] = []
         self._blocked_on_pages: str | None = None
         self._prefilled_last = False
+        self._num_unfinished = 0
 
     @property
     def has_work(self) -> bool:
-        """Any request waits or is active. (Prefills exist only for active requests.)"""
-        return any(tenant.is_busy for tenant in self._tenants.values())
-
-    @property
-    def num_active(self) -> int:
-        """Admitted requests."""
-        return len(self._active)
+        """Any request waits or is active. (Prefills exist only for active requests.) Readable from any thread."""
+        return self._num_unfinished > 0
 
     def is_prefilling(self, run_id: str) -> bool:
         """A prefill of the run, and so of one of its versions, is under way."""
@@ -117,6 +113,7 @@ class Scheduler:
         if not tenant.is_busy:
             tenant.service = max(tenant.service, min((t.service for t in self._tenants.values() if t.is_busy), default=0.0))
         tenant.waiting.append(sequence)
+        self._num_unfinished += 1
 
     def cancel(self, sequence: Sequence) -> None:
         """Forget an unfinished request: its lane and pages are free at once. A prefill that others wait for goes on."""
@@ -124,7 +121,7 @@ class Scheduler:
             self._leave(sequence)
         else:
             self._tenant(sequence.request.tenant).waiting.remove(sequence)
-            self._unpin(sequence)
+            self._end(sequence)
 
     def waiting(self) -> list[Waiting]:
         """Every unfinished request, with what it waits for."""
@@ -334,7 +331,7 @@ class Scheduler:
         self.pool.release(sequence.chain)
         self.pool.give_back(sequence.own_pages)
         self._trim_prefills()
-        self._unpin(sequence)
+        self._end(sequence)
 
     def _trim_prefills(self) -> None:
         """Give up what no request waits for any more, from the end: whoever keeps a node keeps all nodes before it."""
@@ -344,6 +341,7 @@ class Scheduler:
             if prefill.next_position >= prefill.stop:
                 self._end_prefill(prefill)
 
-    def _unpin(self, sequence: Sequence) -> None:
+    def _end(self, sequence: Sequence) -> None:
+        self._num_unfinished -= 1
         if sequence.request.version is not None:
             self._slots.release(sequence.request.run_id, sequence.request.version)

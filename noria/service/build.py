@@ -8,9 +8,8 @@ One process, one base, one device: SQLite for state and buffer, sampler and lear
 """
 
 import asyncio
-import fcntl
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import final
@@ -40,6 +39,7 @@ from noria.sampler.engine import SamplerEngine
 from noria.seeds import derive_seed
 from noria.service import store
 from noria.service.device import SharedDevice
+from noria.service.folder import ADAPTERS, DATABASE, exclusive
 from noria.service.loop import Circle
 from noria.service.publish import Publisher
 from noria.service.runs import ActiveRun, RunProgress, Stages
@@ -116,12 +116,15 @@ async def open_server(config: ServerConfig) -> AsyncIterator[Server]:
     Raises ModelFileMissingError, ModelFileCorruptError, ModelUnsupportedError, ConfigError; StateConflictError if another process uses the folder.
     """
     state_dir = Path(config.state_dir)
-    with _exclusive(state_dir):
+    with exclusive(state_dir):
         _use_compilation_cache()
         base = await asyncio.to_thread(load_base, config.base)
-        database = open_database(state_dir / "noria.sqlite")
+        database = open_database(state_dir / DATABASE)
         try:
-            circle, spans, clock = _build(config, base, database, state_dir / "adapters")
+            circle, spans, clock = _build(config, base, database, state_dir / ADAPTERS)
+            if config.warm_up:
+                stages = circle.stages
+                await asyncio.gather(asyncio.to_thread(stages.sampler.warm_up), asyncio.to_thread(stages.learner.warm_up))
             circle.start()
             try:
                 yield Server(config, base, circle, spans, clock)
@@ -177,18 +180,6 @@ def _check_resume(connection: Connection, config: RunConfig, resume: bool) -> No
     if row.config != config:
         changed = [name for name in RunConfig.model_fields if getattr(row.config, name) != getattr(config, name)]
         raise StateConflictError(f"run {config.name} was started with other settings ({', '.join(changed)} differ); resume it with the same run file")
-
-
-@contextmanager
-def _exclusive(state_dir: Path) -> Iterator[None]:
-    """Hold the state folder for this process: two servers on one folder would name two contents with one version."""
-    state_dir.mkdir(parents=True, exist_ok=True)
-    with (state_dir / "lock").open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise StateConflictError(f"another process is using {state_dir}: stop it, or choose another --state-dir") from error
-        yield
 
 
 def _use_compilation_cache() -> None:

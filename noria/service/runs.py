@@ -382,15 +382,19 @@ class ActiveRun:
         """Run one of the run's tasks; what it raises makes the run fail, with its cause, and nobody else's."""
         try:
             await work()
-        except NoriaError as error:
-            if self._done.done():
-                return
-            self._done.set_exception(error)
-            self._done.exception()  # whoever waits sees it; nobody has to
-            log_event(log, logging.ERROR, "run failed", run_id=self.run_id, code=error.code, error=str(error))
-            await self._set_status(store.FAILED, f"{error.code}: {error}")
-            for task in (self._tasks | self._evaluating) - {asyncio.current_task()}:
-                task.cancel()
+        except Exception as error:  # noqa: BLE001 - whatever it is, it ends this run, recorded and with its cause, and no other
+            await self._fail(error)
+
+    async def _fail(self, error: Exception) -> None:
+        if self._done.done():
+            return
+        code = error.code if isinstance(error, NoriaError) else "internal_error"
+        self._done.set_exception(error)
+        self._done.exception()  # whoever waits sees it; nobody has to
+        log.error("run failed", exc_info=error, extra={"fields": {"run_id": self.run_id, "code": code, "error": str(error)}})
+        for task in (self._tasks | self._evaluating) - {asyncio.current_task()}:
+            task.cancel()
+        await self._set_status(store.FAILED, f"{code}: {error}")
 
     def _change(self) -> None:
         """Something happened that a waiting task may wait for."""
