@@ -128,7 +128,7 @@ def list_runs(*, state_dir: StateDir = None, as_json: Annotated[bool, typer.Opti
             Console().print(stored.list_table(runs))
 
 
-@runs_app.command("show", epilog=_examples("noria runs show addition --state-dir .noria/demo --json"))
+@runs_app.command("show", epilog=_examples("noria runs show largest --state-dir .noria/demo --json"))
 def show_run(
     *,
     name: Annotated[str, typer.Argument(help="The run's name.")],

@@ -46,7 +46,7 @@ def test_help_and_version_load_nothing_heavy(arguments: list[str]) -> None:
         (["--help"], ["noria demo", "noria train my_run.toml"]),
         (["demo", "--help"], ["noria demo --resume", "Exit codes: 0 all went well, 1 a run failed, 2 the command"]),
         (["train", "--help"], ["noria train my_run.toml --resume", "130 stopped", "beside their run file"]),
-        (["runs", "show", "--help"], ["noria runs show addition"]),
+        (["runs", "show", "--help"], ["noria runs show largest"]),
     ],
 )
 def test_help_shows_examples_and_exit_codes(arguments: list[str], words: list[str]) -> None:
@@ -110,7 +110,7 @@ def test_a_demo_refuses_to_remove_anything_else(tmp_path: Path, names: tuple[str
     result = call("demo", "--state-dir", folder)
     assert result.exit_code == 2
     assert result.stderr.startswith("error[state_conflict]: ")
-    assert "no previous demo" in result.stderr
+    assert "is no state folder" in result.stderr
     assert (folder / "thesis.tex").exists()
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from noria.config import RunConfig, ServerConfig, load_toml, parse
 from noria.errors import ConfigError
 
-DEMO_RUNS = ("largest", "first_letter", "addition")
+DEMO_RUNS = ("largest", "first_letter", "doubling")
 """The packaged run files of `noria demo`, in the order of its table."""
 
 
