@@ -29,7 +29,8 @@ class DeadlinesConfig(_Config):
     step_s: float = Field(120, gt=0, description="environment step, reward included")
     episode_s: float = Field(1800, gt=0, description="one episode, sampling included; also the group's deadline, times the tries")
     sample_s: float = Field(600, gt=0, description="one sample request, queueing included")
-    publish_s: float = Field(60, gt=0, description="publish and its proof")
+    train_s: float = Field(3600, gt=0, description="one optimizer step, queueing included: only a device that hangs takes so long")
+    publish_s: float = Field(60, gt=0, description="publish and its proof, and other short calls to the device; compilation not included")
     drain_s: float = Field(60, gt=0, description="orderly stop")
 
 

@@ -25,7 +25,11 @@ from noria.types import Episode, EpisodeGroup, LoraSpec, LossSpec, SampleRequest
 
 RANK, SCALE = 8, 2.0
 RUNS = ("amber", "birch", "cedar")
-PROMPTS = {"amber": ("12 + 5 = 17\n31 + 24 =", "12 + 5 = 17\n8 + 9 ="), "birch": ("The capital of France is",), "cedar": ("Once upon a time", "Once more")}
+PROMPTS = {
+    "amber": ("12 + 5 = 17\n31 + 24 =", "12 + 5 = 17\n8 + 9 ="),
+    "birch": ("The capital of France is",),
+    "cedar": ("Once upon a time", "Once more"),
+}
 
 
 @pytest.fixture(scope="module")
@@ -96,9 +100,7 @@ def train(loaded, placed, states, batches, runs):
     outputs, residuals = score(placed.stacked, state.params, scale_A, arrays, config)
     table = loss_table({slot: LossSpec(sequence_mask_c=0.0) for slot in slots.values()}, len(RUNS))
     cotangent, _ = loss_cotangents(outputs, loss_inputs(microbatch), table)
-    gradient = pull(
-        placed.stacked, state.params, scale_A, arrays, residuals, cotangent_M=cotangent, accumulators=state.gradient, config=config
-    )
+    gradient = pull(placed.stacked, state.params, scale_A, arrays, residuals, cotangent_M=cotangent, accumulators=state.gradient, config=config)
     found = {}
     for run_id in runs:
         mine = np.flatnonzero((microbatch.slot_M == slots[run_id]) & (np.arange(len(microbatch.slot_M)) < microbatch.num_entries))

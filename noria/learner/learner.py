@@ -215,6 +215,7 @@ class Learner:
 
     def _post(self, command: Callable[[], Any], future: "Future[Any] | None" = None) -> "Future[Any]":
         future = Future() if future is None else future
+        future.set_running_or_notify_cancel()  # who stops waiting does not undo the work: from here on it cannot be cancelled
         with self._lock:
             if self._failure is not None:
                 future.set_exception(self._stopped())

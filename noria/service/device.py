@@ -81,6 +81,7 @@ class SharedDevice:
         Raises StageStoppedError once the device is stopping.
         """
         future: Future[T] = Future()
+        future.set_running_or_notify_cancel()  # who stops waiting does not undo the call: from here on it cannot be cancelled
         with self._condition:
             if self._is_stopping:
                 raise StageStoppedError("the device is shutting down")

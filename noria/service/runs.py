@@ -12,9 +12,11 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable, Coroutine, Mapping
+from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, final
+from typing import Any, TypeVar, final
 
 import numpy as np
 from sqlalchemy import Connection
@@ -41,6 +43,8 @@ from noria.service.publish import Publisher
 from noria.types import AdapterVersion, DropReason, EpisodeGroup, Piece
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 REWARD_WINDOW = 5
 """Steps of the moving reward that reports and the live table show."""
@@ -123,7 +127,8 @@ class ActiveRun:
         )
         newest, state = await self._restore()
         spec = RunSpec(self.run_id, config.adapter.lora, config.adapter.optimizer, self._algorithm.loss, config.weight)
-        await asyncio.wrap_future(stages.learner.load_run(spec, state))
+        await self._on_device(lambda: stages.sampler.set_weight(config.tenant, config.weight), "set a tenant's weight")
+        await self._wait_for(stages.learner.load_run(spec, state), config.deadlines.publish_s, "load the run")
         await stages.publisher.publish(newest, state.params, config.adapter.lora)
         leases = await stages.buffer.recover(self.run_id, version=newest.version, deadline_s=self._group_deadline())
         self._recovered.extend(leases)
@@ -144,6 +149,7 @@ class ActiveRun:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         if not self._done.done():
+            self._release()
             self._done.set_exception(StageStoppedError(f"run {self.run_id} was stopped at version {self.progress.version}"))
             self._done.exception()  # whoever waits sees it; nobody has to
 
@@ -184,7 +190,8 @@ class ActiveRun:
             seen = self._generation
             lease = await self._next_lease()
             if lease is None:
-                await self._change_since(seen)
+                with self._stages.spans.span("actor", "place", self.run_id, is_wait=True):
+                    await self._change_since(seen)
                 continue
             self._outstanding.add(lease.group_id)
             self._count_outstanding()
@@ -270,7 +277,8 @@ class ActiveRun:
         if not pieces:
             return await self._settle_untrained(groups, statistics)
         self._batches_without_signal = 0
-        result = await asyncio.wrap_future(self._stages.learner.train(self.run_id, pieces))
+        training = self._stages.learner.train(self.run_id, pieces)
+        result = await self._wait_for(training, self.config.deadlines.train_s, f"train the step after version {self.progress.version}")
         staleness = [self.progress.version - g.oldest_version for g in groups if g.oldest_version is not None]
         metrics = _step_metrics(groups, statistics, result, staleness)
         async with self._admission:
@@ -339,16 +347,15 @@ class ActiveRun:
 
     async def _evaluate_soon(self, version: int) -> None:
         """Start an evaluation beside training; the version is pinned before anything newer can be published."""
-        sampler = self._stages.sampler
-        await asyncio.wrap_future(self._stages.device.call(lambda: sampler.pin(self.run_id, version)))
+        await self._on_device(lambda: self._stages.sampler.pin(self.run_id, version), f"pin version {version}")
         self._spawn(partial(self._evaluate_pinned, version), self._evaluating)
 
     async def _evaluate_pinned(self, version: int) -> None:
         try:
             await self._evaluate(version)
         finally:
-            sampler = self._stages.sampler
-            self._stages.device.call(lambda: sampler.unpin(self.run_id, version))
+            with suppress(StageStoppedError):
+                self._stages.device.call(lambda: self._stages.sampler.unpin(self.run_id, version))
 
     async def _evaluate(self, version: int) -> None:
         tasks = held_out_tasks(self._rules.environment, self.config.evaluation.num_tasks)
@@ -361,13 +368,28 @@ class ActiveRun:
     # ---- end --------------------------------------------------------------------------------------------------------------------------
 
     async def _finish(self) -> None:
-        for task in self._tasks - {asyncio.current_task()}:
+        others = self._tasks - {asyncio.current_task()}
+        for task in others:
             task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
         await self._stages.buffer.drop_run(self.run_id, "stopped")
         self._outstanding.clear()
+        self._release()
         await self._set_status(store.FINISHED, self.progress.message)
         if not self._done.done():
             self._done.set_result(None)
+
+    def _release(self) -> None:
+        """Give the run's slots in learner and sampler back."""
+        self._stages.learner.unload_run(self.run_id)
+        with suppress(StageStoppedError):
+            self._stages.device.call(lambda: self._stages.sampler.retire(self.run_id))
+
+    async def _wait_for(self, future: "Future[T]", timeout_s: float, what: str) -> T:
+        return await self._stages.clock.wait_for(asyncio.wrap_future(future), timeout_s, f"run {self.run_id}: {what}")
+
+    async def _on_device(self, function: Callable[[], T], what: str) -> T:
+        return await self._wait_for(self._stages.device.call(function), self.config.deadlines.publish_s, what)
 
     async def _set_status(self, status: str, message: str) -> None:
         self.progress.status, self.progress.message = status, message
@@ -394,6 +416,7 @@ class ActiveRun:
         log.error("run failed", exc_info=error, extra={"fields": {"run_id": self.run_id, "code": code, "error": str(error)}})
         for task in (self._tasks | self._evaluating) - {asyncio.current_task()}:
             task.cancel()
+        self._release()
         await self._set_status(store.FAILED, f"{code}: {error}")
 
     def _change(self) -> None:
