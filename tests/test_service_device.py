@@ -21,7 +21,7 @@ class TickingClock:
 class Work:
     """A stage with a number of steps to do, each of which takes `seconds` of the clock."""
 
-    def __init__(self, name, clock, seconds, steps, log, fails_at=None):
+    def __init__(self, name, clock, seconds, steps, log, *, fails_at=None):
         self.name, self.clock, self.seconds, self.left, self.log, self.fails_at = name, clock, seconds, steps, log, fails_at
         self.failure = None
         self.done = threading.Event()
