@@ -22,7 +22,7 @@ PYTEST := -m pytest
 help:  ## list the targets
 	@grep -hE '^[a-z.-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
 
-demo: $(RUNTIME)  ## train one adapter on a small task and draw its reward curve (minutes, no accelerator needed)
+demo: $(RUNTIME)  ## train three tenants' runs at once on a real model and draw their reward curves (minutes, no accelerator needed)
 	@.venv/bin/noria demo --install-s "$$(cat $(RUNTIME))"
 
 train: $(RUNTIME)  ## train by a run file: make train RUN=my_run.toml
@@ -42,7 +42,7 @@ prove: $(DEV) $(REF)  ## measurements of what noria claims: learning, speed, mem
 	.venv/bin/python $(PYTEST) -m prove -s
 
 bench: $(RUNTIME)  ## reproducible speed measurements
-	.venv/bin/noria bench
+	.venv/bin/noria bench step
 
 test-oldest: $(OLDEST)  ## the fast tests on the oldest Python and JAX that noria supports
 	.venv-oldest/bin/python $(PYTEST) -m "not slow and not prove and not gpu"

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from enum import StrEnum
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated, NoReturn
@@ -109,6 +110,33 @@ def train(
 
         plan = train_plan(run_files, server_config=server_config, state_dir=state_dir, resume=resume, steps=steps)
         _train(plan, as_json=as_json, report=report, install_s=install_seconds())
+
+
+class Bench(StrEnum):
+    """What `noria bench` can measure."""
+
+    STEP = "step"
+
+
+@app.command(epilog=_examples("noria bench step --json"))
+def bench(
+    *,
+    name: Annotated[Bench, typer.Argument(help="What to measure: `step`, a training and a decode step against their matrix products.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object on one line, last.")] = False,
+) -> None:
+    """Measure noria on this machine; every ratio is taken in one run. Minutes."""
+    with _refusals():
+        import json
+
+        from noria.bench.step import measure, table
+
+        result = {Bench.STEP: measure}[name]()
+        if as_json:
+            typer.echo(json.dumps(result))
+        else:
+            from rich.console import Console
+
+            Console().print(table(result))
 
 
 @runs_app.command("list", epilog=_examples("noria runs list --state-dir .noria/demo"))

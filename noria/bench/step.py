@@ -1,0 +1,123 @@
+"""`noria bench step`: a training step and a decode step of the real base, against their matrix products alone in the same run.
+
+What the fractions mean: a training step (score and pull) of T positions is made of 2.75 forward passes' layer products (pull recomputes all but the
+down projection, and multiplies once by each transposed weight) and three products of the head on its entries; a decode step of one forward pass
+and one head. What is missing to 1 is attention, adapters, norms, sampling, and memory traffic.
+"""
+
+import asyncio
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from rich.table import Table
+
+from noria.bench.ceiling import REPEATS, compare, head_matmul, layer_matmuls
+from noria.clock import RealClock
+from noria.config import SamplerConfig
+from noria.learner.optimizer import empty_state
+from noria.learner.step import ENTRY_CHUNK, loss_cotangents, loss_inputs, pull, score, to_device
+from noria.model.placement import BaseParams, place
+from noria.model.weights import LoadedBase, load_base
+from noria.observe import SpanRecorder
+from noria.rl.losses import loss_table
+from noria.rl.packing import MicrobatchPlan, PlannedPiece, microbatch_shape, pack
+from noria.sampler.engine import SamplerEngine
+from noria.types import Entries, Piece, SampleRequest, SamplingParams
+
+FORWARD_PASSES = 2.75
+HEAD_PASSES = 3
+RANK = 16
+
+
+def measure(base_name: str = "smollm2-135m") -> dict[str, Any]:
+    """Everything, as one JSON-ready object; minutes."""
+    loaded = load_base(base_name)
+    base = place(loaded.params)
+    return {
+        "base": base_name,
+        "train": [_train(loaded, base, positions) for positions in (256, 512)],
+        "decode": [_decode(loaded, base, lanes) for lanes in (8, 32, 64)],
+    }
+
+
+def table(result: dict[str, Any]) -> Table:
+    """The measurement for people."""
+    shown = Table("work", "size", "per second", "of matmuls alone", title=f"{result['base']}, medians of {REPEATS} pairs")
+    for row in result["train"]:
+        shown.add_row("train", f"{row['positions']} positions", f"{row['positions_per_s']:.0f} positions", f"{row['fraction_of_matmuls']:.2f}")
+    for row in result["decode"]:
+        shown.add_row("decode", f"{row['lanes']} lanes", f"{row['tokens_per_s']:.0f} tokens", f"{row['fraction_of_matmuls']:.2f}")
+    return shown
+
+
+def _train(loaded: LoadedBase, base: BaseParams, positions: int) -> dict[str, Any]:
+    """One microbatch of four causal sequences with an entry on every other position."""
+    config, num_slots = loaded.config, 4
+    length = positions // 4
+    pieces = tuple(PlannedPiece("run", slot, 0, _sequence(length, seed=slot)) for slot in range(num_slots))
+    microbatch = pack(MicrobatchPlan(microbatch_shape(positions), pieces))
+    arrays, state = to_device(microbatch), empty_state(config, num_slots, RANK)
+    scale_A, table, inputs = jnp.ones(num_slots), loss_table({}, num_slots), loss_inputs(microbatch)
+    gradient = state.gradient
+
+    def step() -> None:
+        nonlocal gradient
+        outputs, residuals = score(base.stacked, state.params, scale_A, arrays, config)
+        cotangent_M, _ = loss_cotangents(outputs, inputs, table)
+        gradient = pull(base.stacked, state.params, scale_A, arrays, residuals, cotangent_M=cotangent_M, accumulators=gradient, config=config)
+        gradient["a"]["q"].block_until_ready()
+
+    chunks = -(-microbatch.num_entries // ENTRY_CHUNK)
+    layers, head = layer_matmuls(base, positions), head_matmul(base, config, ENTRY_CHUNK)
+
+    def ceiling() -> None:
+        layers()
+        for _ in range(round(chunks * HEAD_PASSES / FORWARD_PASSES)):
+            head()
+
+    step()
+    ratio = compare(step, ceiling, FORWARD_PASSES)
+    return {"positions": positions, "seconds": ratio.seconds, "positions_per_s": positions / ratio.seconds, "fraction_of_matmuls": ratio.fraction}
+
+
+def _sequence(length: int, seed: int) -> Piece:
+    rng = np.random.default_rng(seed)
+    predict_from = np.arange(0, length - 1, 2, dtype=np.int32)
+    count = len(predict_from)
+    ids = rng.integers(0, 1000, length).astype(np.int32)
+    ones, ints = np.ones(count, np.float32), np.zeros(count, np.int32)
+    entries = Entries(predict_from, ids[predict_from + 1], ones, -ones, ones, ones, ints, ints)
+    return Piece(ids, np.arange(length, dtype=np.int32), np.full(length, length, np.int32), entries)
+
+
+def _decode(loaded: LoadedBase, base: BaseParams, lanes: int) -> dict[str, Any]:
+    """Full lanes of one run, prompts of 32 ids, 16 tokens each."""
+    config, num_tokens = loaded.config, 16
+    settings = SamplerConfig(num_lanes=max(8, lanes), num_pages=512, max_context=128, steps_per_dispatch=num_tokens)
+    eos_id = loaded.tokenizer.eos_id
+    sampler = SamplerEngine(base, config, settings, max_rank=RANK, eos_id=eos_id, spans=SpanRecorder(RealClock()))
+
+    async def sample_all(round_index: int) -> None:
+        params = [SamplingParams(num_tokens, seed=round_index, sample_index=lane) for lane in range(lanes)]
+        prompt = tuple(range(100, 132))
+        work = asyncio.gather(
+            *(sampler.sample(SampleRequest(f"{round_index}/{i}", "bench", "", f"{round_index}/{i}", prompt, p)) for i, p in enumerate(params))
+        )
+        while not work.done():
+            await asyncio.sleep(0)
+            sampler.step()
+        await work
+
+    rounds = iter(range(100))
+    layers, head = layer_matmuls(base, lanes), head_matmul(base, config, lanes)
+
+    def ceiling() -> None:
+        layers()
+        head()
+
+    asyncio.run(sample_all(next(rounds)))
+    before = sampler.counts.num_sampled
+    ratio = compare(lambda: asyncio.run(sample_all(next(rounds))), ceiling, num_tokens)
+    sampled = (sampler.counts.num_sampled - before) / REPEATS
+    return {"lanes": lanes, "tokens_per_s": sampled / ratio.seconds, "fraction_of_matmuls": ratio.fraction}
