@@ -3,11 +3,10 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from noria.model.attention import Pairs, attend, attend_pages
+from noria.model.attention import Pairs, attend
 from noria.types import TILE
 
 
@@ -88,19 +87,3 @@ def test_positions_in_no_pair_have_zero_output_and_minus_infinite_lse():
     out, lse = attend(q, k, v, pairs, jnp.asarray(end))
     assert (np.asarray(out[TILE:]) == 0).all()
     assert np.isneginf(lse[TILE:]).all()
-
-
-@pytest.mark.parametrize("length", [1, 32])
-def test_attend_pages_equals_dense_causal_attention_over_the_rows_own_pages(length):
-    rng = np.random.default_rng(3)
-    pages = jnp.asarray(rng.normal(size=(2, 9, 16, 2, 8)), jnp.float32)
-    table = jnp.asarray([[3, 1, 7, 0], [8, 2, 0, 0]], jnp.int32)
-    start = np.array([20, 0])
-    position = start[:, None] + np.arange(length)
-    q = jnp.asarray(rng.normal(size=(2, length, 4, 8)), jnp.float32)
-    out, lse = attend_pages(q, pages[0], pages[1], table, jnp.asarray(position, jnp.int32))
-    for row in range(2):
-        k, v = (pages[s][table[row]].reshape(-1, 2, 8) for s in (0, 1))
-        want_out, want_lse = dense(q[row], k, v, np.arange(len(k))[None, :] <= position[row][:, None])
-        np.testing.assert_allclose(out[row], want_out, rtol=1e-5, atol=1e-6)
-        np.testing.assert_allclose(lse[row], want_lse, rtol=1e-5, atol=1e-6)

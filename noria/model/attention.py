@@ -1,14 +1,12 @@
 """The attention primitive under the one mask rule (design section 5): position i attends to position j if and only if j <= i < end[j].
 
 `attend` runs over the (query block, key block) pairs that the rule leaves non-empty; blocks that are not listed cost nothing, and partial
-results merge by log-sum-exp. It has its own backward pass, so that no T x T array exists and nothing is stored but (out, lse).
-`attend_pages` is its sibling for sampling, where keys lie in pages and a row's queries see the keys of its own row up to their own position.
+results merge by log-sum-exp. It has its own backward pass, so that no T x T array exists and nothing is stored but (out, lse). Its sibling for keys
+that lie in pages is the sampler's (`sampler/paged_attention.py`).
 
     T position   B block of 64 positions   X pair   N query heads   K kv heads   G = N / K query heads per kv head   H head size
-    R row   C position within a row   P page of a row's table   S positions of a page
 """
 
-from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -155,28 +153,3 @@ def _visible(i: jax.Array, j: jax.Array, end_C: jax.Array, rows: int) -> jax.Arr
 def _scores(q_KGH: jax.Array, k_KCH: jax.Array, visible_GC: jax.Array) -> jax.Array:
     scores = jnp.einsum("kgh,kch->kgc", q_KGH, k_KCH, precision=_HIGHEST) * q_KGH.shape[-1] ** -0.5
     return jnp.where(visible_GC, scores, -jnp.inf)
-
-
-@partial(jax.named_call, name="attend_pages")
-def attend_pages(
-    q_RCNH: jax.Array, k_pages: jax.Array, v_pages: jax.Array, table_RP: jax.Array, position_RC: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """Queries of row r attend to the keys of row r's pages at positions up to their own.
-
-    q [R, C, N, H]; k_pages, v_pages [pages, S, K, H]; table_RP: page numbers of the row in order; position_RC: each query's position.
-    Returns out [R, C, N, H] and lse [R, C, N] in float32. Keys of the queries themselves must have been written to the pages before.
-    """
-    rows, length, heads, size = q_RCNH.shape
-    num_kv = k_pages.shape[2]
-    k_RSKH = k_pages[table_RP].reshape(rows, -1, num_kv, size)
-    v_RSKH = v_pages[table_RP].reshape(rows, -1, num_kv, size)
-    q = q_RCNH.reshape(rows, length, num_kv, heads // num_kv, size)
-    scores = jnp.einsum("rckgh,rskh->rkgcs", q, k_RSKH, precision=_HIGHEST) * size**-0.5
-    seen = jnp.arange(k_RSKH.shape[1])[None, None, :] <= position_RC[:, :, None]
-    scores = jnp.where(seen[:, None, None], scores, -jnp.inf)
-    peak = scores.max(-1, keepdims=True)
-    weight = jnp.exp(scores - peak)
-    total = weight.sum(-1, keepdims=True)
-    out = jnp.einsum("rkgcs,rskh->rckgh", weight / total, v_RSKH, precision=_HIGHEST)
-    lse = (peak + jnp.log(total))[..., 0].transpose(0, 3, 1, 2)
-    return out.reshape(rows, length, heads, size), lse.reshape(rows, length, heads)

@@ -1,4 +1,4 @@
-"""Attention over keys that lie in pages, without ever gathering a whole context: the sampler's form of `model.attention.attend_pages`.
+"""Attention over keys that lie in pages, without ever gathering a whole context: the sampler's sibling of `model.attention.attend`.
 
 Rows go in groups and keys in blocks of 128 positions, merged by log-sum-exp. The loops have traced bounds: a group reads as many blocks as its
 longest row has, so one program serves every context length, and a row's bits do not depend on how long other rows are (a block that a row cannot
