@@ -222,7 +222,7 @@ def test_a_runs_cotangents_are_bit_equal_alone_split_and_beside_neighbours(denom
     tree, _ = build_tree(forked_batch(8, 8, prompt=60), algorithm(denominator=denominator))
     shapes = shapes_up_to(1024)
     table = loss_table({1: LossSpec(sequence_mask_c=1.05), 2: FREE, 3: LossSpec(tis_cap=1.0)}, 4)
-    pieces = cut(tree, shapes[0])
+    pieces = cut(tree, shapes[1])
     assert len(pieces) >= 8
     mine = ReadyRun("mine", 1, pieces)
     others = [ReadyRun(f"other-{s}", s, cut(build_tree(forked_batch(1, seed=s), algorithm())[0], shapes[0])) for s in (2, 3)]
