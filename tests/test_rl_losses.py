@@ -225,7 +225,7 @@ def test_a_runs_cotangents_are_bit_equal_alone_split_and_beside_neighbours(denom
     pieces = cut(tree, shapes[1])
     assert len(pieces) >= 8
     mine = ReadyRun("mine", 1, pieces)
-    others = [ReadyRun(f"other-{s}", s, cut(build_tree(forked_batch(1, seed=s), algorithm())[0], shapes[0])) for s in (2, 3)]
+    others = [ReadyRun(f"other-{s}", s, cut(build_tree(forked_batch(1, seed=s), algorithm())[0], shapes[1])) for s in (2, 3)]
 
     def passes(runs: list[ReadyRun], size: int) -> list[Microbatch]:
         """Passes of at most `size` of the run's pieces."""
