@@ -156,7 +156,7 @@ class SamplerConfig(_Config):
 class LearnerConfig(_Config):
     """Static sizes of the learner."""
 
-    max_positions: int = Field(1024, ge=64, multiple_of=64, description="largest microbatch axis T")
+    max_positions: int = Field(1024, ge=128, multiple_of=64, description="largest microbatch axis T")
     num_slots: int = Field(8, ge=1, description="runs resident at once")
     max_rank: int = Field(16, ge=1, description="the rank class: smaller ranks are padded with zeros and masked")
 

@@ -67,12 +67,12 @@ def test_the_set_of_shapes_is_closed_and_small():
         assert shape.num_positions % TILE == 0
         assert shape.num_entries == 2 * shape.num_positions
         assert shape.num_pairs == sum(range(shape.num_tiles + 1))
-    assert [s.num_positions for s in shapes_up_to(1024)] == [64, 256, 512, 768, 1024]
-    assert [s.num_positions for s in shapes_up_to(640)] == [64, 256, 512, 640]
-    assert [s.num_positions for s in shapes_up_to(64)] == [64]
+    assert [s.num_positions for s in shapes_up_to(1024)] == [128, 256, 512, 768, 1024]
+    assert [s.num_positions for s in shapes_up_to(640)] == [128, 256, 512, 640]
+    assert [s.num_positions for s in shapes_up_to(128)] == [128]
 
 
-@pytest.mark.parametrize("num_positions", [0, -64, 63, 100])
+@pytest.mark.parametrize("num_positions", [0, -64, 63, 64, 100])
 def test_an_axis_that_is_not_made_of_tiles_is_refused(num_positions):
     with pytest.raises(ConfigError, match=str(num_positions)):
         shapes_up_to(num_positions)

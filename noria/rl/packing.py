@@ -18,9 +18,13 @@ import numpy.typing as npt
 from noria.errors import ConfigError, TreeTooLargeError
 from noria.types import TILE, Entries, IntArray, Microbatch, Piece, PlacedPiece, TokenTree
 
-MICROBATCH_POSITIONS = (64, 256, 512, 768, 1024, 1536, 2048, 4096)
-"""Sizes of the axis T: one tile, for probes; then two significant bits, so that rounding up rarely wastes more than a third. Eight, since a server
-may hold 16 learner programs and each size may need two (score, pull)."""
+MICROBATCH_POSITIONS = (128, 256, 512, 768, 1024, 1536, 2048, 4096)
+"""Sizes of the axis T, mostly of two significant bits, so that rounding up rarely wastes more than a third. Eight, since a server may hold 16 learner
+programs and each size may need two (score, pull)."""
+
+MIN_TILES = 2
+"""Tiles of the shortest axis. With one, XLA makes plain products of the batched ones over gathered adapters, and their bits differ (JAX 0.10): a run
+would train to other bits alone than beside neighbours."""
 
 ENTRIES_PER_POSITION = 2
 """M = 2 T: entries outnumber positions where episodes sampled the same tokens; beyond twice, positions are repeated."""
@@ -45,9 +49,9 @@ class MicrobatchShape:
 
 
 def microbatch_shape(num_positions: int) -> MicrobatchShape:
-    """The shape with a T axis of `num_positions`, a multiple of 64. Raises ConfigError otherwise."""
-    if num_positions < TILE or num_positions % TILE:
-        raise ConfigError(f"a microbatch of {num_positions} positions is not a positive multiple of {TILE}")
+    """The shape with a T axis of `num_positions`, a multiple of 64 and at least 128. Raises ConfigError otherwise."""
+    if num_positions < MIN_TILES * TILE or num_positions % TILE:
+        raise ConfigError(f"a microbatch of {num_positions} positions is not a multiple of {TILE} and at least {MIN_TILES * TILE}")
     num_blocks = num_positions // TILE
     return MicrobatchShape(num_positions, ENTRIES_PER_POSITION * num_positions, num_blocks * (num_blocks + 1) // 2)
 
