@@ -85,7 +85,7 @@ def demo(
         install_s = install_seconds() if install_s is None else install_s
         plan = demo_plan(state_dir=state_dir, resume=resume, steps=steps)
         if not resume:
-            folder.remove(plan.state_dir)
+            folder.clear(plan.state_dir, [run.config.name for run in plan.runs])
         _train(plan, as_json=as_json, report=report, install_s=install_s)
 
 
@@ -214,16 +214,18 @@ def _train(plan: "Plan", *, as_json: bool, report: bool, install_s: float) -> No
     if session is None:
         typer.echo("stopped; resume with --resume", err=True)
         raise typer.Exit(STOPPED)
-    if report:
-        _write_report(session, plan, install_s, is_quiet=as_json)
-    summary = summarize(session, install_s=install_s, wall_s=elapsed_s())
-    if as_json:
-        typer.echo(json.dumps(summary, allow_nan=False))
-    else:
-        busy = f"sampler busy {summary['sampler_busy']:.0%}, learner busy {summary['learner_busy']:.0%}"
-        typer.echo(f"{busy}; {summary['wall_s']:.1f} s from the command to the end")
-    for name, error in session.failures.items():
-        _print_error(error, about=name)
+    try:
+        if report:
+            _write_report(session, plan, install_s, is_quiet=as_json)
+    finally:  # a report that cannot be written does not swallow the result
+        summary = summarize(session, install_s=install_s, wall_s=elapsed_s())
+        if as_json:
+            typer.echo(json.dumps(summary, allow_nan=False))
+        else:
+            busy = f"sampler busy {summary['sampler_busy']:.0%}, learner busy {summary['learner_busy']:.0%}"
+            typer.echo(f"{busy}; {summary['wall_s']:.1f} s from the command to the end")
+        for name, error in session.failures.items():
+            _print_error(error, about=name)
     if session.failures:
         raise typer.Exit(FAILED)
 

@@ -10,7 +10,7 @@ import tomllib
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from noria.errors import ConfigError
 from noria.types import LoraSpec, LossSpec, OptimizerSpec
@@ -31,7 +31,7 @@ class DeadlinesConfig(_Config):
     sample_s: float = Field(600, gt=0, description="one sample request, queueing included")
     train_s: float = Field(3600, gt=0, description="one optimizer step, queueing included: only a device that hangs takes so long")
     publish_s: float = Field(60, gt=0, description="publish and its proof, and other short calls to the device; compilation not included")
-    drain_s: float = Field(60, gt=0, description="orderly stop")
+    drain_s: float = Field(60, gt=0, description="at the run's end, for what it has under way to let go")
 
 
 class EnvironmentConfig(_Config):
@@ -123,7 +123,7 @@ class EvaluationConfig(_Config):
     """Held-out greedy evaluation."""
 
     num_tasks: int = Field(64, ge=0, description="held-out tasks; 0 = no evaluation")
-    every: int = Field(0, ge=0, description="also every n versions; 0 = only before and after")
+    every: int = Field(0, ge=0, description="also every n versions; training waits for evaluations slower than that; 0 = only before and after")
 
 
 class RunConfig(_Config):
@@ -133,7 +133,7 @@ class RunConfig(_Config):
     tenant: str = Field("local", pattern=r"^[a-z0-9][a-z0-9._-]{0,63}$", description="who owns and pays for it")
     base: str = Field("smollm2-135m", description="resident base model")
     seed: int = Field(0, ge=0, lt=2**31, description="of the task order and of every random key")
-    weight: float = Field(1.0, gt=0, description="fair-share weight of the tenant")
+    weight: float = Field(1.0, gt=0, description="fair-share weight in the learner; in the sampler a tenant has the sum over its active runs")
     environment: EnvironmentConfig
     algorithm: AlgorithmConfig
     adapter: AdapterConfig = AdapterConfig()
@@ -172,7 +172,17 @@ class ServerConfig(_Config):
     max_episodes: int = Field(256, ge=1, description="episodes played at once by the actors of this process")
     sampler_share: float = Field(0.5, gt=0, lt=1, description="device share of the sampler when both stages want a shared device")
     warm_up: bool = Field(True, description="compile every program at start, so that no request waits for the compiler later")
-    keep_versions: int = Field(2, ge=1, description="committed versions of a run kept on disk, the newest always")
+    keep_versions: int = Field(2, ge=1, description="newest committed versions of a run kept on disk, beside those that wait for their evaluation")
+    drain_s: float = Field(60, gt=0, description="orderly stop of the server: seconds for its runs, then its actors, then the device")
+
+    @model_validator(mode="after")
+    def _what_is_sampled_can_train(self) -> "ServerConfig":
+        if self.sampler.max_context > self.learner.max_positions:
+            raise ValueError(
+                f"sampler.max_context = {self.sampler.max_context} is more than learner.max_positions = {self.learner.max_positions}: "
+                "an episode of that length could be sampled and never trained; raise max_positions, or lower max_context"
+            )
+        return self
 
 
 def load_toml(path: Path, model: type[ModelT]) -> ModelT:
@@ -200,6 +210,8 @@ def parse(data: dict[str, Any], model: type[ModelT], *, source: str) -> ModelT:
 
 def _explain(model: type[BaseModel], loc: tuple[int | str, ...], kind: str, message: str, value: Any) -> str:
     where = ".".join(str(part) for part in loc)
+    if not where:
+        return message.removeprefix("Value error, ")
     if kind != "extra_forbidden":
         return f"{where}: {message}" + ("" if kind == "missing" else f" (got {value!r})")
     known = _fields_at(model, loc[:-1])
@@ -219,7 +231,7 @@ def _fields_at(model: type[BaseModel], loc: tuple[int | str, ...]) -> list[str]:
 
 
 def cache_dir() -> Path:
-    """Folder for compiled programs and dequantized weights: $NORIA_CACHE_DIR, else $XDG_CACHE_HOME/noria, else ~/.cache/noria."""
+    """Folder for compiled programs: $NORIA_CACHE_DIR, else $XDG_CACHE_HOME/noria, else ~/.cache/noria."""
     explicit = os.environ.get("NORIA_CACHE_DIR")
     if explicit:
         return Path(explicit)

@@ -10,7 +10,7 @@ import sys
 import threading
 from collections import defaultdict, deque
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from types import TracebackType
@@ -155,12 +155,6 @@ def union_length(intervals: Iterable[tuple[float, float]], low: float, high: flo
             covered += stop - first
             reached = stop
     return covered
-
-
-def write_json_lines(path: Path, spans: Iterable[Span]) -> None:
-    """One JSON object a line, the fields of Span."""
-    with path.open("w", encoding="utf-8") as file:
-        file.writelines(json.dumps(asdict(span)) + "\n" for span in spans)
 
 
 def write_chrome_trace(path: Path, spans: Iterable[Span]) -> None:

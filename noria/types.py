@@ -279,9 +279,13 @@ class LossSpec:
 
 @dataclass(frozen=True, slots=True)
 class AdapterVersion:
-    """One committed state of a run's adapter. version = number of optimizer steps. checksum: integer over the bytes, equal in learner and sampler."""
+    """One committed state of a run's adapter. version = number of optimizer steps.
+
+    checksum: integer over the adapter's bytes, equal in learner and sampler. moments_checksum: over those of its AdamW moments.
+    """
 
     run_id: str
     version: int
     checksum: int
+    moments_checksum: int
     path: str

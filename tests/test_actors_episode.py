@@ -2,18 +2,16 @@
 
 import asyncio
 import math
-import sys
 import threading
-from dataclasses import replace
 
 import numpy as np
 import pytest
+from actor_builders import EOS, NEWLINE, Echo, Factory, Letters, ScriptedSampler, play, rules_for, seams_for
 
 from noria.actors.episode import action_of, run_episode
-from noria.actors.rules import EpisodeRules, Seams, rules_of, stop_ids
-from noria.actors.threads import AbandonableThreads
+from noria.actors.rules import rules_of, stop_ids
 from noria.clock import VirtualClock
-from noria.config import DeadlinesConfig, RunConfig
+from noria.config import RunConfig
 from noria.errors import (
     ConfigError,
     DeadlineExceededError,
@@ -21,104 +19,9 @@ from noria.errors import (
     EnvironmentOutputError,
     PromptTooLongError,
     RewardNotFiniteError,
-    StageStoppedError,
 )
-from noria.observe import SpanRecorder
 from noria.protocols import Step
-from noria.types import Completion, SampleRequest, Task
-
-EOS, NEWLINE = 0, 10
-
-
-class Letters:
-    """One token per character, except that the pair "th" is one token of its own when encoded: decode then encode is not one-to-one."""
-
-    vocab_size = 300
-    eos_id = EOS
-
-    def encode(self, text):
-        return tuple(ord(c) for c in text.replace("th", chr(299)))
-
-    def decode(self, ids):
-        return "".join(chr(i) for i in ids if i != EOS).replace(chr(299), "th")
-
-    def token_id(self, text):
-        ids = self.encode(text)
-        if len(ids) != 1:
-            raise ConfigError(f"{text!r} is {len(ids)} tokens")
-        return ids[0]
-
-
-class ScriptedSampler:
-    """Answers each request with the next of its replies, an id sequence or an error, after `seconds`; records what it was asked."""
-
-    def __init__(self, clock, replies=("t", "h", "\n"), *, seconds=1.0, max_context=10_000):
-        self.clock, self.replies, self.seconds, self.max_context = clock, list(replies), seconds, max_context
-        self.requests: list[SampleRequest] = []
-        self.num_cancelled = 0
-
-    async def sample(self, request):
-        self.requests.append(request)
-        if len(request.prompt_ids) >= self.max_context:
-            raise PromptTooLongError("no room")
-        try:
-            await self.clock.sleep(self.seconds)
-        except asyncio.CancelledError:
-            self.num_cancelled += 1
-            raise
-        reply = self.replies[(len(self.requests) - 1) % len(self.replies)]
-        if isinstance(reply, Exception):
-            raise reply
-        ids = tuple(ord(c) for c in reply)[: request.params.max_tokens]
-        reason = "stop" if ids[-1] in request.params.stop_ids else "length"
-        return Completion(ids, (-0.5,) * len(ids), (3,) * len(ids), reason)
-
-
-class Echo:
-    """Plain environment: num_turns turns, a reward of 1 each, and an observation that repeats the action."""
-
-    num_tasks = 8
-
-    def __init__(self, num_turns=1):
-        self.num_turns, self.actions = num_turns, []
-
-    def reset(self, task):
-        return f"task {task.index}: "
-
-    def step(self, action):
-        self.actions.append(action)
-        return Step(1.0, len(self.actions) == self.num_turns, f"<{action}>", {"length": float(len(action))})
-
-
-class Factory:
-    num_tasks = 8
-    num_held_out = 4
-
-    def __init__(self, make):
-        self.make = make
-
-    def __call__(self):
-        return self.make()
-
-
-def rules_for(make, **changes) -> EpisodeRules:
-    deadlines = DeadlinesConfig(reset_s=60, step_s=120, episode_s=1800, sample_s=600)
-    rules = EpisodeRules("tenant", "run", Factory(make), 7, 8, 1.0, (EOS, NEWLINE), 1, deadlines)
-    return replace(rules, **changes)
-
-
-def seams_for(sampler, clock, *, max_threads=8, max_hung=64) -> Seams:
-    return Seams(sampler, Letters(), clock, SpanRecorder(clock), AbandonableThreads(max_threads, max_hung=max_hung))
-
-
-def play(make, *, sampler=None, clock=None, task=None, member=0, **changes):
-    clock = clock or VirtualClock()
-    sampler = sampler or ScriptedSampler(clock, ["answer\n"])
-    seams = seams_for(sampler, clock)
-    try:
-        return clock.run(run_episode(seams, rules_for(make, **changes), task or Task(2, 5), episode_id="e", member=member))
-    finally:
-        seams.threads.shutdown()
+from noria.types import Completion, Task
 
 
 def test_a_single_turn_is_prompt_then_sampled_ids():
@@ -187,16 +90,28 @@ def test_seeds_repeat_for_the_same_task_member_and_turn_and_for_nothing_else():
 def test_async_environments_work_like_plain_ones():
     class AsyncEcho(Echo):
         async def reset(self, task):
-            await asyncio.sleep(30)
+            await asyncio.sleep(0)
             return super().reset(task)
 
         async def step(self, action):
-            await asyncio.sleep(60)
+            await asyncio.to_thread(lambda: None)
             return super().step(action)
 
     clock = VirtualClock()
     assert play(AsyncEcho, clock=clock) == play(Echo)
-    assert clock.now() == pytest.approx(91)
+    assert clock.now() == pytest.approx(1), "time stands still while tenant code is under way; sampling takes a second"
+
+
+def test_plain_and_async_methods_and_methods_that_return_an_awaitable_may_be_mixed():
+    class Mixed(Echo):
+        def reset(self, task):
+            return self._later(super().reset(task))
+
+        async def _later(self, text):
+            await asyncio.sleep(0)
+            return text
+
+    assert play(Mixed) == play(Echo)
 
 
 def raising(where: str, error: BaseException, is_async: bool):
@@ -212,7 +127,7 @@ def raising(where: str, error: BaseException, is_async: bool):
         raise error
 
     async def fail_later(self, *_):
-        await asyncio.sleep(1)
+        await asyncio.sleep(0)
         raise error
 
     if where != "init":
@@ -228,9 +143,8 @@ def raising(where: str, error: BaseException, is_async: bool):
 def test_whatever_an_environment_raises_is_a_named_failure_with_its_cause(where, error, is_async):
     with pytest.raises(EnvironmentFailedError) as caught:
         play(raising(where, error, is_async))
-    if not (is_async and isinstance(error, asyncio.CancelledError) and where != "init"):
-        assert type(error).__name__ in str(caught.value)
-        assert isinstance(caught.value.__cause__, (type(error), RuntimeError))
+    assert type(error).__name__ in str(caught.value)
+    assert isinstance(caught.value.__cause__, (type(error), RuntimeError))
     assert ("step" if where == "step" else "reset of task (2, 5)") in str(caught.value)
 
 
@@ -242,7 +156,7 @@ def test_an_async_environment_that_hangs_and_ignores_cancellation_meets_its_dead
         except asyncio.CancelledError:
             await asyncio.Event().wait()
 
-    clock = VirtualClock()
+    clock = VirtualClock(patience_s=0.3)
     limit_s = {"reset": 60, "step": 120}[where]
     with pytest.raises(DeadlineExceededError, match=f"waited {limit_s} s for the environment's {where}"):
         play(type("Hanging", (Echo,), {where: stubborn}), clock=clock)
@@ -323,6 +237,7 @@ def test_every_wait_leaves_a_span():
     spans = {total.name: (total.is_wait, total.total_s) for total in seams.spans.snapshot()}
     assert spans == {"episode": (True, pytest.approx(5)), "reset": (False, 0), "sample": (True, pytest.approx(5)), "step": (False, 0)}
     seams.threads.shutdown()
+    seams.loops.shutdown()
 
 
 def test_the_rules_come_from_the_run_file():
@@ -339,73 +254,64 @@ def test_a_stop_text_must_be_one_token(text):
         stop_ids((text,), Letters())
 
 
-def test_hung_threads_are_given_up_replaced_bounded_and_end_when_they_return():
-    clock = VirtualClock(patience_s=0.3)
-    threads = AbandonableThreads(1, max_hung=2)
-    gate = threading.Event()
+class Elsewhere:
+    """Values whose conversions are tenant code: each notes the thread it ran in."""
 
-    async def hang() -> None:
-        with pytest.raises(DeadlineExceededError):
-            await clock.wait_for(threads.call("x", gate.wait), 1, "the hung call")
+    def __init__(self):
+        self.threads = set()
 
-    async def main() -> None:
-        await hang()
-        assert await threads.call("x", lambda: 5) == 5, "the only thread was replaced"
-        await hang()
-        assert threads.num_hung == 2
-        with pytest.raises(EnvironmentFailedError, match="2 environment calls hang"):
-            await threads.call("x", lambda: 5)
-
-    before = set(threading.enumerate())
-    clock.run(main())
-    gate.set()
-    threads.shutdown()
-    started = set(threading.enumerate()) - before
-    for thread in started:
-        thread.join(5)
-    assert threads.num_hung == 0
-    assert not any(thread.is_alive() for thread in started)
+    def note(self, answer):
+        self.threads.add(threading.get_ident())
+        return answer
 
 
-def test_threads_queue_beyond_their_number_and_a_cancelled_waiting_call_never_runs():
-    clock = VirtualClock()
-    threads = AbandonableThreads(2)
-    gate, ran = threading.Event(), []
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("kind", ["reward", "parts", "repr", "error", "text"])
+def test_no_code_of_a_tenant_runs_in_the_actors_thread(kind, is_async):
+    seen = Elsewhere()
 
-    async def main() -> list[int]:
-        calls = [asyncio.ensure_future(threads.call("x", lambda i=i: (gate.wait(), ran.append(i)))) for i in range(6)]
-        await asyncio.sleep(0)
-        calls[5].cancel()
-        await asyncio.gather(calls[5], return_exceptions=True)
-        gate.set()
-        await asyncio.gather(*calls, return_exceptions=True)
-        threads.shutdown()
-        with pytest.raises(StageStoppedError):
-            await threads.call("x", lambda: 1)
-        return sorted(ran)
+    class Number(np.float64):
+        def __float__(self):
+            return seen.note(1.0)
 
-    assert clock.run(main()) == [0, 1, 2, 3, 4]
-    assert threads.num_hung == 0
+    class Parts(dict):
+        def items(self):
+            return seen.note({"x": 1.0}.items())
+
+    class Speaking(str):
+        def __str__(self):
+            return seen.note("nonsense")
+
+    class SpeakingError(Exception):
+        def __str__(self):
+            return seen.note("out of order")
+
+    def answer():
+        if kind == "error":
+            raise SpeakingError
+        return {"reward": Step(Number(1)), "parts": Step(1.0, True, None, Parts()), "repr": Speaking(), "text": Step(1.0, False, Speaking("x"))}[kind]
+
+    class Plain(Echo):
+        def step(self, action):
+            return answer()
+
+    class Async(Echo):
+        async def step(self, action):
+            return answer()
+
+    try:
+        episode = play(Async if is_async else Plain, max_turns=2)
+        assert all(type(i) is int for i in episode.ids)
+    except (EnvironmentFailedError, EnvironmentOutputError):
+        assert kind in ("error", "repr")
+    assert threading.get_ident() not in seen.threads
+    assert seen.threads or kind == "text"
 
 
-def test_the_process_can_exit_while_a_call_hangs(tmp_path):
-    script = tmp_path / "hang.py"
-    script.write_text(
-        "import asyncio, threading\n"
-        "from noria.actors.threads import AbandonableThreads\n"
-        "from noria.clock import RealClock\n"
-        "from noria.errors import DeadlineExceededError\n"
-        "threads = AbandonableThreads(1)\n"
-        "try:\n"
-        "    asyncio.run(RealClock().wait_for(threads.call('x', threading.Event().wait), 0.05, 'x'))\n"
-        "except DeadlineExceededError:\n"
-        "    print('bye')\n"
-    )
+def test_an_error_whose_text_raises_is_told_by_its_name():
+    class Mute(Exception):
+        def __str__(self):
+            raise SystemExit
 
-    async def run() -> bytes:
-        process = await asyncio.create_subprocess_exec(sys.executable, str(script), stdout=asyncio.subprocess.PIPE, env={"PYTHONPATH": "."})
-        out, _ = await asyncio.wait_for(process.communicate(), 20)
-        assert process.returncode == 0
-        return out
-
-    assert asyncio.run(run()) == b"bye\n"
+    with pytest.raises(EnvironmentFailedError, match=r"step raised Mute: .*SystemExit"):
+        play(raising("step", Mute(), is_async=True))

@@ -169,6 +169,73 @@ def test_every_kind_of_bad_episode_is_left_out_under_its_code(how, code):
     assert counts.num_hung == (code == "deadline_exceeded")
 
 
+@pytest.mark.parametrize(("num_failing", "num_left"), [(1, 7), (6, 2), (7, 0), (8, 0)])
+def test_a_group_of_eight_goes_on_with_those_that_are_left_or_not_at_all(num_failing, num_left):
+    """One of eight fails: seven train. Seven fail: one has nothing to be compared with. All fail: the failures say why."""
+    outcome, _, counts = play(failing(*range(1, num_failing + 1)), group_size=8, episode_tries=1)
+    assert (0 if outcome.group is None else len(outcome.group.episodes)) == num_left
+    assert len(outcome.failures) == num_failing
+    assert counts.failures == {"environment_failed": num_failing}
+    assert all("ValueError: flaky" in failure.message for failure in outcome.failures)
+
+
+def test_an_episode_that_waits_for_ever_is_played_again_and_its_group_is_full():
+    async def never():
+        await asyncio.Event().wait()
+
+    outcome, _, counts = play(failing(1, 2, how=never), group_size=8)
+    assert len(outcome.group.episodes) == 8
+    assert (counts.num_retries, counts.failures) == (2, {})
+
+
+def test_a_reward_function_that_loops_is_an_error_and_its_thread_is_replaced():
+    is_over = []
+
+    def loop():
+        while not is_over:
+            pass
+
+    clock = VirtualClock(patience_s=0.1)
+    pool = pool_for(SlowSampler(clock), clock, max_episodes=2)
+
+    async def main():
+        looping = await pool.play_group(rules_for(failing(1, 2, how=loop)), lease_for(clock), group_size=2, episode_tries=1)
+        assert looping.group is None
+        assert [f.code for f in looping.failures] == ["deadline_exceeded"] * 2
+        assert (pool.counts().num_hung, pool.counts().num_finished) == (2, 0)
+        fine = await pool.play_group(rules_for(), lease_for(clock, 1), group_size=8, episode_tries=1)
+        assert len(fine.group.episodes) == 8, "all the threads there were are stuck, and others have taken their places"
+        is_over.append(True)
+        await pool.close()
+
+    clock.run(main())
+
+
+def test_a_run_whose_calls_all_hang_is_refused_and_another_run_plays_on():
+    gate, tried = threading.Event(), []
+
+    def hang(number):
+        tried.append(number)
+        return gate.wait()
+
+    clock = VirtualClock(patience_s=0.1)
+    pool = pool_for(SlowSampler(clock, seconds=0), clock)
+
+    async def main():
+        bad = rules_for(Coin(hang), run_id="bad")
+        hanging = await pool.play_group(bad, lease_for(clock, 0), group_size=128, episode_tries=1)
+        assert {f.code for f in hanging.failures} == {"deadline_exceeded"}
+        refused = await pool.play_group(bad, lease_for(clock, 1), group_size=128, episode_tries=2)
+        assert "run bad hang in 128 threads" in refused.failures[0].message
+        assert len(tried) == pool.counts().num_hung == 128, "no more calls, no more threads"
+        good = await pool.play_group(rules_for(), lease_for(clock, 2), group_size=128, episode_tries=1)
+        assert len(good.group.episodes) == 128
+        await pool.close()
+
+    clock.run(main())
+    gate.set()
+
+
 def test_a_prompt_that_is_too_long_is_not_tried_again():
     def refuse(request):
         raise PromptTooLongError("no room")

@@ -1,8 +1,10 @@
-"""The command line without training: help stays light, bad usage and bad files exit with 2 and one line, a demo removes only its own folder."""
+"""The command line without training: help stays light, bad usage and bad files exit with 2 and one line, a demo forgets only its own runs."""
 
 import fcntl
+import sqlite3
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -96,38 +98,53 @@ def state_folder(folder: Path, *names: str) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("names", [(), ("noria.sqlite",), ("noria.sqlite", "lock", "report.html"), ("lock", "noria.log")])
-def test_a_demo_removes_its_previous_folder(tmp_path: Path, names: tuple[str, ...]) -> None:
-    folder = state_folder(tmp_path / "demo", *names)
-    state_folders.remove(folder)
-    assert not folder.exists()
-    state_folders.remove(folder)
+def with_runs(folder: Path, *names: str) -> Path:
+    with closing(sqlite3.connect(folder / "noria.sqlite")) as connection, connection:
+        connection.execute("CREATE TABLE runs (run_id TEXT)")
+        connection.executemany("INSERT INTO runs VALUES (?)", [(name,) for name in names])
+    for name in names:
+        (folder / "adapters" / name / "0").mkdir(parents=True)
+    return folder
 
 
-@pytest.mark.parametrize("names", [("thesis.tex",), ("lock", "thesis.tex")])
-def test_a_demo_refuses_to_remove_anything_else(tmp_path: Path, names: tuple[str, ...]) -> None:
-    folder = state_folder(tmp_path / "demo", *names)
+def test_a_demo_forgets_its_previous_runs_and_keeps_everything_else(tmp_path: Path) -> None:
+    folder = with_runs(state_folder(tmp_path / "demo", "lock", "report.html", "noria.log", "thesis.tex"), "largest", "doubling")
+    (folder / "adapters" / "mine").mkdir()
+    state_folders.clear(folder, ["largest", "doubling", "first_letter"])
+    assert sorted(path.name for path in folder.iterdir()) == ["adapters", "lock", "thesis.tex"]
+    assert [path.name for path in (folder / "adapters").iterdir()] == ["mine"]
+    state_folders.clear(folder, ["largest"])
+    state_folders.clear(tmp_path / "nowhere", ["largest"])
+
+
+def test_a_demo_refuses_a_folder_with_other_runs(tmp_path: Path) -> None:
+    folder = with_runs(state_folder(tmp_path / "demo"), "largest", "mine")
     result = call("demo", "--state-dir", folder)
     assert result.exit_code == 2
     assert result.stderr.startswith("error[state_conflict]: ")
-    assert "is no state folder" in result.stderr
-    assert (folder / "thesis.tex").exists()
+    assert "(mine)" in result.stderr
+    assert (folder / "adapters" / "largest").exists()
+    assert (folder / "noria.sqlite").exists()
 
 
-def test_a_demo_refuses_to_remove_a_file(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_file", [True, False])
+def test_a_demo_refuses_a_file_and_what_is_no_database(tmp_path: Path, is_file: bool) -> None:
     path = tmp_path / "demo"
-    path.write_text("x", encoding="utf-8")
+    if is_file:
+        path.write_text("x", encoding="utf-8")
+    else:
+        (state_folder(path) / "noria.sqlite").write_text("x" * 2000, encoding="utf-8")
     with pytest.raises(StateConflictError):
-        state_folders.remove(path)
+        state_folders.clear(path, ["largest"])
     assert path.exists()
 
 
-def test_a_demo_refuses_to_remove_a_folder_in_use(tmp_path: Path) -> None:
-    folder = state_folder(tmp_path / "demo", "noria.sqlite", "lock")
+def test_a_demo_refuses_a_folder_in_use(tmp_path: Path) -> None:
+    folder = with_runs(state_folder(tmp_path / "demo", "lock"), "largest")
     with (folder / "lock").open("w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         with pytest.raises(StateConflictError, match="another process"):
-            state_folders.remove(folder)
+            state_folders.clear(folder, ["largest"])
     assert (folder / "noria.sqlite").exists()
 
 

@@ -123,7 +123,7 @@ def test_a_signal_stops_in_order_and_resume_goes_on(tmp_path: Path, cache: Path,
     assert written.endswith("stopped; resume with --resume\n")
     assert "Traceback" not in written
     (before,) = listed(cache, state_dir)
-    assert before["status"] == "running"
+    assert before["status"] == "stopped"
     assert 2 <= before["version"] < 40
 
     (run,) = summary_of(train(cache, path, "--state-dir", state_dir, "--json", "--resume"))["runs"]

@@ -5,8 +5,9 @@ import gc
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
-from noria.model.placement import place
+from noria.model.placement import base_dtype, choose_dtype, place
 from noria.model.weights import Params, load_base
 
 
@@ -57,3 +58,22 @@ def test_matrices_take_the_asked_dtype_and_norms_stay_float32() -> None:
     assert placed.stacked["final_norm"].dtype == layer["attn_norm"].dtype == jnp.float32
     assert layer["q"].unsafe_buffer_pointer() == placed.stacked["layers"]["q"].unsafe_buffer_pointer()
     np.testing.assert_array_equal(layer["q"], jnp.asarray(params["layers"]["q"][0]).astype(jnp.bfloat16))
+
+
+@pytest.mark.parametrize(
+    ("backend", "flags", "version", "dtype"),
+    [
+        ("gpu", (), (0, 10, 2), "bfloat16"),
+        ("tpu", (), (0, 12), "bfloat16"),
+        ("cpu", ("avx512f", "amx_bf16"), (0, 12, 0), "bfloat16"),
+        ("cpu", ("avx512f", "amx_bf16"), (0, 10, 2), "float32"),
+        ("cpu", ("avx512f", "avx512_bf16"), (0, 12, 0), "float32"),
+        ("cpu", (), (0, 12, 0), "float32"),
+    ],
+)
+def test_the_dtype_of_the_base_follows_backend_flags_and_version(backend, flags, version, dtype):
+    assert choose_dtype(backend, frozenset(flags), version) == dtype
+
+
+def test_this_machine_has_a_dtype():
+    assert base_dtype() in ("float32", "bfloat16")

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from noria.clock import RealClock, VirtualClock
-from noria.observe import MAX_TOTALS, Span, SpanRecorder, configure_logging, log_event, union_length, write_chrome_trace, write_json_lines
+from noria.observe import MAX_TOTALS, Span, SpanRecorder, configure_logging, log_event, union_length, write_chrome_trace
 
 
 def record(recorder: SpanRecorder, clock: VirtualClock, seconds: float, **span) -> None:
@@ -113,13 +113,6 @@ def test_a_chrome_trace_puts_spans_of_one_time_side_by_side(tmp_path):
     events = [e for e in json.loads((tmp_path / "trace.json").read_text())["traceEvents"] if e["ph"] == "X"]
     assert {e["name"]: (e["pid"], e["tid"]) for e in events} == {"a": (1, 0), "d": (2, 0), "b": (1, 1), "c": (1, 0)}
     assert next(e for e in events if e["name"] == "b")["dur"] == 1e6
-
-
-def test_json_lines_hold_every_field(tmp_path):
-    span = Span("actor", "a", "r", True, 0.5, 3)
-    write_json_lines(tmp_path / "spans.jsonl", [span, span])
-    lines = (tmp_path / "spans.jsonl").read_text().splitlines()
-    assert [Span(**json.loads(line)) for line in lines] == [span, span]
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
 """The page is well-formed, self-contained, and names every run; the pictures are drawn for any session, a finished one or one that failed at once."""
 
+import json
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -16,10 +17,11 @@ PNG = b"\x89PNG\r\n\x1a\n"
 
 
 def write(report: SessionReport, folder: Path) -> ElementTree.Element:
-    page, curves = write_report(report, summarize(report, install_s=12.0, wall_s=130.0), folder)
-    assert (page, curves) == (folder / "report.html", folder / "curves.png")
+    page, curves, timeline = write_report(report, summarize(report, install_s=12.0, wall_s=130.0), folder)
+    assert (page, curves, timeline) == (folder / "report.html", folder / "curves.png", folder / "timeline.json")
+    assert "traceEvents" in json.loads(timeline.read_text(encoding="utf-8"))
     assert curves.read_bytes().startswith(PNG)
-    assert sorted(path.name for path in folder.iterdir()) == ["curves.png", "report.html"]
+    assert sorted(path.name for path in folder.iterdir()) == ["curves.png", "report.html", "timeline.json"]
     return ElementTree.fromstring(page.read_text(encoding="utf-8"))
 
 

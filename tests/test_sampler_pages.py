@@ -84,6 +84,19 @@ def test_adopted_pages_stay_cached_in_several_namespaces_after_their_writer_left
     assert pool.match(NAMESPACE, tuple(range(20))).num_positions == 0
 
 
+def test_a_purged_run_leaves_no_page_and_other_runs_keep_theirs():
+    pool = PagePool(32)
+    for namespace in (("run", 0), ("run", 1), ("run", "episode"), ("other", 0)):
+        fill(pool, namespace, tuple(range(40)))
+        fill(pool, namespace, (99, *range(40)))
+    pool.purge("run")
+    assert pool.num_available == 31
+    assert [pool.match((name, 0), tuple(range(40))).num_positions for name in ("run", "other")] == [0, 40]
+    pool.purge("other")
+    pool.purge("nobody")
+    assert sorted(pool.take(31)) == list(range(1, 32))
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 2**32), st.integers(6, 30))
 def test_no_page_is_lost_and_none_has_two_writers(seed, num_pages):
@@ -91,7 +104,15 @@ def test_no_page_is_lost_and_none_has_two_writers(seed, num_pages):
     pool = PagePool(num_pages)
     live: list[tuple[tuple, list[int], tuple, tuple[int, ...]]] = []
     for _ in range(80):
-        if live and rng.random() < 0.45:
+        if rng.random() < 0.05:
+            gone = rng.choice(("run", "other"))
+            for nodes, own, _, _ in [entry for entry in live if entry[2][0] == gone]:
+                pool.release(nodes)
+                pool.give_back(own)
+            live = [entry for entry in live if entry[2][0] != gone]
+            pool.purge(gone)
+            assert not any(pool.match((gone, version), (bit,) * PAGE).num_positions for version in (0, 1) for bit in (0, 1))
+        elif live and rng.random() < 0.45:
             nodes, own, namespace, prompt = live.pop(rng.randrange(len(live)))
             if rng.random() < 0.6:
                 for node in nodes:
@@ -103,7 +124,7 @@ def test_no_page_is_lost_and_none_has_two_writers(seed, num_pages):
             pool.give_back(own)
             _forget_unfilled(pool, nodes)
         else:
-            namespace = ("run", rng.randrange(2))
+            namespace = (rng.choice(("run", "other")), rng.randrange(2))
             prompt = tuple(rng.randrange(2) for _ in range(rng.randrange(1, 50)))
             match = pool.match(namespace, prompt)
             found = tuple(i for node in match.chain for i in node.ids) + (match.source.ids[: match.num_shared] if match.source else ())

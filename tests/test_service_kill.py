@@ -1,4 +1,4 @@
-"""kill -9 at random moments, then resume: every group is settled exactly once, and no (run, version) ever names two contents."""
+"""kill -9 at random moments, then resume: every group is settled and every due version evaluated once, no (run, version) names two contents."""
 
 import json
 import os
@@ -41,7 +41,8 @@ rank = 4
 max_tokens = 3
 
 [evaluation]
-num_tasks = 0
+num_tasks = 4
+every = {every}
 """
 
 ENVIRONMENT = '''
@@ -49,10 +50,14 @@ import asyncio
 from noria.envs.single_turn import SingleTurn
 
 class Letters(SingleTurn):
-    """Rewarded for low bytes; slow enough that a kill finds episodes at every stage."""
+    """Rewarded for low bytes; slow enough that a kill finds episodes at every stage, and evaluations under way."""
 
     def problem(self, rng):
         return "".join(rng.choice("abcdefgh") for _ in range(6)), ""
+
+    async def reset(self, task):
+        await asyncio.sleep(0.1 if task.index >= self.num_tasks else 0.0)
+        return SingleTurn.reset(self, task)
 
     async def step(self, action):
         await asyncio.sleep(0.01)
@@ -63,19 +68,22 @@ class Letters(SingleTurn):
 '''
 
 STEPS = 60
+EVERY = 7
+DUE = (*range(0, STEPS, EVERY), STEPS)
 NUM_KILLS = 10
 SETTLED = ("trained", "dropped")
 
 
 def snapshot(state_dir: Path):
-    """(committed versions, settled groups, newest version in any stored answer) by run, as a restart would find them."""
+    """(committed versions, settled groups, newest version in any stored answer, evaluations) by run, as a restart would find them."""
     engine = open_database(state_dir / "noria.sqlite")
     try:
         with engine.begin() as connection:
             if not connection.exec_driver_sql("SELECT name FROM sqlite_master WHERE name = 'versions'").all():
-                return {}, {}, {}
+                return {}, {}, {}, {}
             rows = [row for name in ("one", "two") for row in store.versions(connection, name)]
             groups = connection.execute(select(GROUPS)).all()
+            evaluations = connection.execute(select(store.EVALUATIONS)).all()
     finally:
         engine.dispose()
     committed = {(r.record.run_id, r.record.version): r.record for r in rows}
@@ -84,21 +92,24 @@ def snapshot(state_dir: Path):
     for group in (decode_group(g.payload) for g in groups if g.payload is not None):
         seen = [v for episode in group.episodes for turn in episode.turns for v in turn.completion.versions]
         answered[group.run_id] = max(answered.get(group.run_id, 0), *seen)
-    return committed, settled, answered
+    return committed, settled, answered, {(row.run_id, row.version): tuple(row) for row in evaluations}
 
 
 class Ledger:
     """What has been seen in the state folder after each death; `check` compares it with what is there now."""
 
     def __init__(self, state_dir):
-        self.state_dir, self.committed, self.settled = state_dir, {}, {}
+        self.state_dir, self.committed, self.settled, self.evaluations = state_dir, {}, {}, {}
+        self.num_cut_short = 0
 
     def check(self):
-        committed, settled, answered = snapshot(self.state_dir)
+        committed, settled, answered, evaluations = snapshot(self.state_dir)
         for key, record in self.committed.items():
             assert committed[key] == record, "a committed version changed"
         for group_id, outcome in self.settled.items():
             assert settled[group_id] == outcome, "a settled group was settled again"
+        assert self.evaluations.items() <= evaluations.items(), "a version was evaluated twice"
+        self.num_cut_short += len([key for key in committed if key[1] in DUE and key not in evaluations])
         for name, version in answered.items():
             assert (name, version) in committed, "an answer names a version that was never committed"
         for name in ("one", "two"):
@@ -106,7 +117,7 @@ class Ledger:
             assert versions == list(range(len(versions)))
             if versions:  # loading compares the bytes with the commit
                 VersionFiles(self.state_dir / "adapters").load(committed[name, versions[-1]], max_rank=16)
-        self.committed, self.settled = committed, settled
+        self.committed, self.settled, self.evaluations = committed, settled, evaluations
 
     def run_until_killed(self, command, environment, rng):
         """Start the command, let it commit a random number of new versions (none: kill it while it starts), kill -9."""
@@ -122,10 +133,10 @@ class Ledger:
 
 
 @pytest.mark.slow
-def test_after_ten_kills_every_group_is_settled_once_and_no_version_has_two_contents(tmp_path):
+def test_after_ten_kills_every_group_is_settled_once_every_evaluation_made_and_no_version_has_two_contents(tmp_path):
     (tmp_path / "letters.py").write_text(ENVIRONMENT)
     for seed, name in enumerate(("one", "two")):
-        (tmp_path / f"{name}.toml").write_text(RUN.format(name=name, seed=seed, steps=STEPS, staleness=seed))
+        (tmp_path / f"{name}.toml").write_text(RUN.format(name=name, seed=seed, steps=STEPS, staleness=seed, every=EVERY))
     state_dir = tmp_path / "state"
     command = [sys.executable, "-m", "noria.cli", "train", str(tmp_path / "one.toml"), str(tmp_path / "two.toml")]
     command += ["--state-dir", str(state_dir), "--json", "--resume"]
@@ -143,6 +154,8 @@ def test_after_ten_kills_every_group_is_settled_once_and_no_version_has_two_cont
     assert {run["name"]: run["version"] for run in report["runs"]} == {"one": STEPS, "two": STEPS}
     assert all(run["max_staleness_seen"] <= run["max_staleness"] and run["dropped_stale"] == 0 for run in report["runs"])
     assert_all_settled_once(state_dir)
+    assert sorted(ledger.evaluations) == [(name, version) for name in ("one", "two") for version in DUE]
+    assert ledger.num_cut_short, "a kill must have hit an evaluation that was under way"
 
 
 def assert_all_settled_once(state_dir):

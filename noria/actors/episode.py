@@ -11,10 +11,9 @@ produced. Deliberately not here: retries, groups, and any judgement of a failure
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 
-from noria.actors import world
 from noria.actors.rules import EpisodeRules, Seams
+from noria.actors.world import World, check_reward
 from noria.errors import PromptTooLongError
-from noria.protocols import Environment
 from noria.seeds import derive_seed
 from noria.types import Completion, Episode, Ids, SampleRequest, SamplingParams, Task, Turn
 
@@ -51,20 +50,24 @@ class _Play:
         self.reward_parts: dict[str, float] = {}
 
     async def run(self) -> Episode:
+        with self.seams.loops.lend(self.rules.run_id) as loop:
+            return await self._play(World(self.seams, self.rules, loop))
+
+    async def _play(self, world: World) -> Episode:
         with self._span("reset"):
-            environment, observation = await world.start(self.seams, self.rules, self.task)
+            observation = await world.start(self.task)
         is_done = False
         while not is_done and len(self.turns) < self.rules.max_turns:
             completion = await self._sample(self.seams.tokenizer.encode(observation))
             if completion is None:
                 break
-            is_done, observation = await self._act(environment, action_of(completion, self.rules.stop_ids))
+            is_done, observation = await self._act(world, action_of(completion, self.rules.stop_ids))
         is_cut = self.turns[-1].completion.finish_reason == "length"
         return Episode(
             episode_id=self.episode_id,
             member=self.member,
             turns=tuple(self.turns),
-            reward=world.check_reward(self.reward, "the sum of the rewards"),
+            reward=check_reward(self.reward, "the sum of the rewards"),
             truncated=is_cut or not is_done,
             reward_parts=tuple(sorted(self.reward_parts.items())),
         )
@@ -93,9 +96,9 @@ class _Play:
         self.history = request.prompt_ids + completion.sampled_ids
         return completion
 
-    async def _act(self, environment: Environment, action_ids: Sequence[int]) -> tuple[bool, str]:
+    async def _act(self, world: World, action_ids: Sequence[int]) -> tuple[bool, str]:
         with self._span("step"):
-            step = await world.act(self.seams, self.rules, environment, self.seams.tokenizer.decode(action_ids))
+            step = await world.act(self.seams.tokenizer.decode(action_ids))
         self.reward += step.reward
         for name, part in step.reward_parts.items():
             self.reward_parts[name] = self.reward_parts.get(name, 0.0) + part

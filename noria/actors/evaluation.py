@@ -1,9 +1,9 @@
 """Evaluation: held-out tasks, greedy, at one pinned version, played by the very function that plays training episodes."""
 
-from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
 
 from noria.actors.group import EpisodeFailure, play_all
+from noria.actors.room import Room
 from noria.actors.rules import EpisodeRules, Seams
 from noria.errors import EnvironmentFailedError
 from noria.protocols import EnvironmentFactory
@@ -37,9 +37,7 @@ def held_out_tasks(environment: EnvironmentFactory, num_tasks: int) -> list[Task
     return [Task(environment.num_tasks + i, seed=0) for i in range(min(num_tasks, environment.num_held_out))]
 
 
-async def evaluate(
-    seams: Seams, rules: EpisodeRules, tasks: list[Task], *, version: int, name: str, tries: int, room: AbstractAsyncContextManager[object]
-) -> EvaluationResult:
+async def evaluate(seams: Seams, rules: EpisodeRules, tasks: list[Task], *, version: int, name: str, tries: int, room: Room) -> EvaluationResult:
     """Play each task once, greedily, with the adapter of `version`. name: unique; episode ids begin with it. tries: per task.
 
     Raises EnvironmentFailedError if every task failed, and what the sampler raises.

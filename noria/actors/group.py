@@ -6,10 +6,10 @@ to compare, and there is no group.
 
 import asyncio
 from collections.abc import Sequence
-from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 
 from noria.actors.episode import run_episode
+from noria.actors.room import Room
 from noria.actors.rules import EpisodeRules, Seams
 from noria.errors import DeadlineExceededError, EnvironmentFailedError, EnvironmentOutputError, InvalidRequestError, PromptTooLongError
 from noria.protocols import Lease
@@ -53,10 +53,8 @@ class Played:
     num_tries: int
 
 
-async def run_group(
-    seams: Seams, rules: EpisodeRules, lease: Lease, *, group_size: int, episode_tries: int, room: AbstractAsyncContextManager[object]
-) -> GroupOutcome:
-    """Play the leased task `group_size` times at once. room: entered for each try, so that its owner can bound how many run.
+async def run_group(seams: Seams, rules: EpisodeRules, lease: Lease, *, group_size: int, episode_tries: int, room: Room) -> GroupOutcome:
+    """Play the leased task `group_size` times at once. room: entered for each try.
 
     Raises DeadlineExceededError at the lease's deadline, and what ends a group (`RETRIED`). Cancelling it cancels its sample requests.
     """
@@ -68,9 +66,7 @@ async def run_group(
     return GroupOutcome(group, failures, sum(p.num_tries for p in played) - len(played))
 
 
-async def play_all(
-    seams: Seams, rules: EpisodeRules, episodes: Sequence[tuple[Task, str, int]], *, tries: int, room: AbstractAsyncContextManager[object]
-) -> list[Played]:
+async def play_all(seams: Seams, rules: EpisodeRules, episodes: Sequence[tuple[Task, str, int]], *, tries: int, room: Room) -> list[Played]:
     """Play (task, name, member) episodes at once, in the order given; the first error that is no episode's failure cancels the rest."""
     try:
         async with asyncio.TaskGroup() as group:
@@ -80,15 +76,13 @@ async def play_all(
     return [task.result() for task in tasks]
 
 
-async def _play_with_tries(
-    seams: Seams, rules: EpisodeRules, episode: tuple[Task, str, int], tries: int, room: AbstractAsyncContextManager[object]
-) -> Played:
+async def _play_with_tries(seams: Seams, rules: EpisodeRules, episode: tuple[Task, str, int], tries: int, room: Room) -> Played:
     task, name, member = episode
     num_tries = 0
     while True:
         num_tries += 1
         try:
-            async with room:
+            async with room.enter(rules.run_id):
                 return Played(await run_episode(seams, rules, task, episode_id=f"{name}/{num_tries}", member=member), None, num_tries)
         except (*RETRIED, *HOPELESS) as error:
             if num_tries >= tries or isinstance(error, HOPELESS):

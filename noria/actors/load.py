@@ -11,6 +11,7 @@ import difflib
 import importlib.util
 import inspect
 import sys
+import threading
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, final
@@ -41,7 +42,9 @@ class LoadedEnvironment:
 
 
 def load_environment(config: EnvironmentConfig, *, builtin: Mapping[str, Callable[..., Environment]], folder: Path) -> LoadedEnvironment:
-    """The environment that `config` names, built once to see that it works. Runs tenant code in the calling thread.
+    """The environment that `config` names, built once to see that it works.
+
+    Runs tenant code in the calling thread, which may never come back: a server calls it by `ActorPool.load`.
 
     builtin: by name. folder: where relative files are looked for, usually the run file's. Raises EnvironmentFailedError (not found, cannot be
     imported, or does not build), ConfigError (settings that its constructor does not take, with the right keys).
@@ -55,11 +58,15 @@ def environment_factory(make: Callable[..., Environment], settings: Mapping[str,
     """The factory of a class (or function) that makes environments. name: for errors. Raises as `load_environment`."""
     _check_settings(make, settings, name)
     try:
-        sample = make(**settings)
+        return _built(make, settings, name)
     except (ConfigError, EnvironmentFailedError):
         raise
-    except (Exception, SystemExit) as error:
+    except BaseException as error:
         raise failure_of(f"environment {name!r}: building it", error) from error
+
+
+def _built(make: Callable[..., Environment], settings: Mapping[str, Any], name: str) -> LoadedEnvironment:
+    sample = make(**settings)
     missing = [method for method in ("reset", "step") if not callable(getattr(sample, method, None))]
     if missing:
         raise EnvironmentFailedError(f"environment {name!r} has no method {' and no method '.join(missing)}; see noria.protocols.Environment")
@@ -83,7 +90,7 @@ def _builtin(name: str, builtin: Mapping[str, Callable[..., Environment]]) -> Ca
 def _class_in_file(path: Path, name: str) -> Callable[..., Environment]:
     if not path.is_file():
         raise EnvironmentFailedError(f"there is no file {path} to load the environment {name!r} from")
-    module_name = f"noria_environment_{derive_seed(str(path.resolve())):x}"
+    module_name = f"noria_environment_{derive_seed(str(path.resolve())):x}_{threading.get_ident():x}"  # no other thread may be importing it
     spec = importlib.util.spec_from_file_location(module_name, path)
     if spec is None or spec.loader is None:
         raise EnvironmentFailedError(f'{path} is not a Python file; an environment is named "file.py:Class"')
@@ -91,8 +98,8 @@ def _class_in_file(path: Path, name: str) -> Callable[..., Environment]:
     sys.modules[module_name] = module
     try:
         spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:
-        del sys.modules[module_name]
+    except BaseException as error:
+        sys.modules.pop(module_name, None)
         raise failure_of(f"environment file {path}: importing it", error) from error
     found = getattr(module, name, None)
     if not callable(found):

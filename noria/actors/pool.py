@@ -5,17 +5,23 @@ Deliberately not here: which group to play next. That is the loop's, and it stay
 
 import asyncio
 from collections import Counter
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
+from pathlib import Path
 from typing import Any, TypeVar, final
 
 from noria.actors.evaluation import EvaluationResult, evaluate
 from noria.actors.group import EpisodeFailure, GroupOutcome, run_group
+from noria.actors.load import LoadedEnvironment, load_environment
+from noria.actors.loops import EnvironmentLoops
+from noria.actors.room import Room
 from noria.actors.rules import EpisodeRules, Seams
-from noria.actors.threads import AbandonableThreads
+from noria.actors.threads import AbandonableThreads, HungThreads
+from noria.config import RunConfig
 from noria.errors import StageStoppedError
-from noria.protocols import Clock, Lease, Sampler, Spans, Tokenizer
+from noria.protocols import Clock, Environment, Lease, Sampler, Spans, Tokenizer
 from noria.types import Task
 
 T = TypeVar("T")
@@ -25,7 +31,7 @@ T = TypeVar("T")
 class PoolCounts:
     """num_playing: episodes under way. num_finished: episodes that succeeded. num_retries: tries that failed and were repeated.
 
-    failures: episodes failed for good, by error code. num_hung: environment calls that were given up and still run.
+    failures: episodes failed for good, by error code. num_hung: threads of environments that were given up and still run.
     """
 
     num_playing: int
@@ -40,16 +46,30 @@ class ActorPool:
     """Plays groups and evaluations. All state belongs to the event loop that calls it."""
 
     def __init__(self, sampler: Sampler, tokenizer: Tokenizer, clock: Clock, spans: Spans, *, max_episodes: int = 256) -> None:
-        """max_episodes: played at once, over all runs; also the most threads that environments may use. >= 1."""
-        self._threads = AbandonableThreads(max_episodes)
-        self._seams = Seams(sampler, tokenizer, clock, spans, self._threads)
-        self._room = _Room(max_episodes, spans)
+        """max_episodes: played at once, over all runs, which get equal parts when it is not enough. >= 1."""
+        self._hung = HungThreads()
+        self._threads = AbandonableThreads(max_episodes, self._hung)
+        self._loops = EnvironmentLoops(self._hung)
+        self._seams = Seams(sampler, tokenizer, clock, spans, self._threads, self._loops)
+        self._room = Room(max_episodes, spans)
         self._work: set[asyncio.Task[Any]] = set()
         self._names = count()
         self._is_closed = False
         self._num_finished = 0
         self._num_retries = 0
         self._failures: Counter[str] = Counter()
+
+    async def load(self, config: RunConfig, *, builtin: Mapping[str, Callable[..., Environment]], folder: Path) -> LoadedEnvironment:
+        """The environment of a run file: its code is imported and built in a thread that can be given up. builtin, folder: as `load_environment`.
+
+        Raises as `load_environment`; DeadlineExceededError if it takes more than `reset_s`, StageStoppedError when the pool is closed.
+        """
+        loading = self._threads.run(config.name, partial(load_environment, config.environment, builtin=builtin, folder=folder))
+        return await self._seams.clock.wait_for(loading, config.deadlines.reset_s, f"environment {config.environment.name!r} to load")
+
+    def forget(self, run_id: str) -> None:
+        """The run has ended: let its event loop go, once its last episode has ended. A run that plays on gets another."""
+        self._loops.forget(run_id)
 
     async def play_group(self, rules: EpisodeRules, lease: Lease, *, group_size: int, episode_tries: int) -> GroupOutcome:
         """Play the leased group. Raises as `run_group`, and StageStoppedError when the pool is or gets closed."""
@@ -68,7 +88,7 @@ class ActorPool:
 
     def counts(self) -> PoolCounts:
         """The counters now."""
-        return PoolCounts(self._room.num_inside, self._num_finished, self._num_retries, dict(self._failures), self._threads.num_hung)
+        return PoolCounts(self._room.num_inside, self._num_finished, self._num_retries, dict(self._failures), self._hung.num_hung)
 
     async def close(self, *, drain_s: float = 60.0) -> None:
         """Refuse new work, cancel what is under way, wait until it has let go, and give the threads up. Idempotent.
@@ -79,6 +99,7 @@ class ActorPool:
         for task in self._work:
             task.cancel()
         self._threads.shutdown()
+        self._loops.shutdown()
         if self._work:
             await self._seams.clock.wait_for(asyncio.wait(list(self._work)), drain_s, f"{len(self._work)} groups to stop")
 
@@ -100,22 +121,3 @@ class ActorPool:
             if caller is not None and not caller.cancelling():
                 raise StageStoppedError("the actors were shut down while this was played") from None
             raise
-
-
-@final
-class _Room:
-    """Room for so many episodes, first come, first served; entering waits, and the wait is a span."""
-
-    def __init__(self, size: int, spans: Spans) -> None:
-        self._free = asyncio.Semaphore(size)
-        self._spans = spans
-        self.num_inside = 0
-
-    async def __aenter__(self) -> None:
-        with self._spans.span("actor", "room", is_wait=True):
-            await self._free.acquire()
-        self.num_inside += 1
-
-    async def __aexit__(self, *error: object) -> None:
-        self.num_inside -= 1
-        self._free.release()

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from noria.actors.loops import EnvironmentLoops
 from noria.actors.threads import AbandonableThreads
 from noria.config import DeadlinesConfig, RunConfig
 from noria.errors import ConfigError
@@ -18,6 +19,7 @@ class Seams:
     clock: Clock
     spans: Spans
     threads: AbandonableThreads
+    loops: EnvironmentLoops
 
 
 @dataclass(frozen=True, slots=True)

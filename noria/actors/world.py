@@ -1,85 +1,82 @@
 """Calls of tenant code: each has a deadline and a span, and what comes back is checked before anything else sees it.
 
-Plain methods run in threads that can be given up, `async` ones as tasks that can be given up: a hang of either kind ends at its deadline, even
-if it ignores cancellation. A failure is an error with its cause; it is never a reward.
+    method ──▶ a thread that can be given up ──▶ an answer, checked there
+                                      └────────▶ an awaitable ──▶ the run's own event loop (actors/loops.py) ──▶ an answer, checked there
+
+Nothing of a tenant's ever runs on the event loop of the actors: not an awaitable, not the `__str__` of an error, not the `__float__` of a reward. So
+code that hangs, blocks its loop or ignores cancellation ends at its deadline and delays its own run only. A failure is an error with its cause; it is
+never a reward. Tenant code lives in real time: under a `VirtualClock`, time stands still while a call of either kind is under way.
 """
 
-import asyncio
 import inspect
 import math
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Mapping
 from numbers import Real
-from typing import Any, TypeVar
+from typing import Any, TypeVar, final
 
 import numpy as np
 
+from noria.actors.loops import EnvironmentLoop
 from noria.actors.rules import EpisodeRules, Seams
-from noria.actors.threads import AbandonableThreads, failure_of
-from noria.errors import EnvironmentFailedError, EnvironmentOutputError, RewardNotFiniteError
-from noria.protocols import Environment, EnvironmentFactory, Step
+from noria.actors.threads import Pending
+from noria.errors import EnvironmentOutputError, RewardNotFiniteError
+from noria.protocols import Environment, Step
 from noria.types import Task
 
 T = TypeVar("T")
 
 
-async def start(seams: Seams, rules: EpisodeRules, task: Task) -> tuple[Environment, str]:
-    """A fresh environment and the prompt of its task.
+@final
+class World:
+    """One episode's environment. Touched by the task that plays the episode only."""
 
-    Raises EnvironmentFailedError (it raised), EnvironmentOutputError (not a prompt), DeadlineExceededError (it hung for `reset_s`).
-    """
-    what = f"the environment's reset of task ({task.index}, {task.seed})"
-    work = _call(seams.threads, what, _make_and_reset, rules.environment, task)
-    environment, prompt = await _bounded(seams, work, rules.deadlines.reset_s, what)
-    return environment, check_text(prompt, f"{what} returned", may_be_empty=False)
+    def __init__(self, seams: Seams, rules: EpisodeRules, loop: EnvironmentLoop) -> None:
+        """loop: lent to this episode; what its methods return to be awaited runs there."""
+        self._seams, self._rules, self._loop = seams, rules, loop
+        self._environment: Environment | None = None
+
+    async def start(self, task: Task) -> str:
+        """Make a fresh environment, and return the prompt of its task.
+
+        Raises EnvironmentFailedError (it raised, or too many calls of the run hang), EnvironmentOutputError (not a prompt), DeadlineExceededError (it
+        hung for `reset_s`).
+        """
+        what = f"the environment's reset of task ({task.index}, {task.seed})"
+        return await self._seams.clock.wait_for(self._make_and_reset(what, task), self._rules.deadlines.reset_s, what)
+
+    async def act(self, action: str) -> Step:
+        """What the environment answers to `action`, in plain Python numbers. Raises as `start`, and RewardNotFiniteError."""
+        assert self._environment is not None, "start it first"
+        what = "the environment's step"
+        return await self._seams.clock.wait_for(self._call(what, check_step, self._environment.step, action), self._rules.deadlines.step_s, what)
+
+    async def _make_and_reset(self, what: str, task: Task) -> str:
+        environment = await self._seams.threads.call(self._rules.run_id, what, self._rules.environment)
+
+        def check(prompt: object) -> str:
+            return check_text(prompt, f"{what} returned", may_be_empty=False)
+
+        prompt = await self._call(what, check, environment.reset, task)
+        self._environment = environment
+        return prompt
+
+    async def _call(self, what: str, check: Callable[[Any], T], method: Callable[..., Any], *args: Any) -> T:
+        answer = await self._seams.threads.call(self._rules.run_id, what, _checked, check, method, *args)
+        return await self._loop.call(what, check, answer) if isinstance(answer, Pending) else answer
 
 
-async def act(seams: Seams, rules: EpisodeRules, environment: Environment, action: str) -> Step:
-    """What the environment answers to `action`, in plain Python numbers. Raises as `start`, and RewardNotFiniteError."""
-    what = "the environment's step"
-    work = _call(seams.threads, what, _step, environment, action)
-    _, answer = await _bounded(seams, work, rules.deadlines.step_s, what)
-    return check_step(answer)
-
-
-def _make_and_reset(factory: EnvironmentFactory, task: Task) -> tuple[Environment, Any]:
-    environment = factory()
-    return environment, environment.reset(task)
-
-
-def _step(environment: Environment, action: str) -> tuple[Environment, Any]:
-    return environment, environment.step(action)
-
-
-async def _call(threads: AbandonableThreads, what: str, function: Callable[..., tuple[Environment, Any]], *args: Any) -> tuple[Environment, Any]:
-    environment, answer = await threads.call(what, function, *args)
-    if inspect.isawaitable(answer):
-        try:
-            answer = await answer
-        except (Exception, SystemExit) as error:
-            raise failure_of(what, error) from error
-    return environment, answer
-
-
-async def _bounded(seams: Seams, work: Coroutine[Any, Any, T], timeout_s: float, what: str) -> T:
-    """The work's result. On timeout or cancellation the work is cancelled but not waited for, since tenant code may ignore that."""
-    task = asyncio.create_task(work)
-    task.add_done_callback(lambda done: done.cancelled() or done.exception())
-    try:
-        await seams.clock.wait_for(asyncio.wait({task}), timeout_s, what)
-        if task.cancelled():
-            raise EnvironmentFailedError(f"{what} cancelled itself")
-        return task.result()
-    finally:
-        task.cancel()
+def _checked(check: Callable[[Any], T], method: Callable[..., Any], *args: Any) -> T | Pending:
+    answer = method(*args)
+    return Pending(answer) if inspect.isawaitable(answer) else check(answer)
 
 
 def check_text(value: object, what: str, *, may_be_empty: bool) -> str:
-    """`value` as text. Raises EnvironmentOutputError, which begins with `what`, for anything else."""
+    """`value` as a plain `str`. Raises EnvironmentOutputError, which begins with `what`, for anything else."""
     if not isinstance(value, str):
         raise EnvironmentOutputError(f"{what} {_show(value)}; it must be text")
     if not value and not may_be_empty:
         raise EnvironmentOutputError(f"{what} an empty text; the policy needs at least one token to go on from")
-    return value
+    return str.__str__(value)
 
 
 def check_step(value: object) -> Step:

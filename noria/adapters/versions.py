@@ -2,8 +2,9 @@
 
     <root>/<run_id>/<version>/adapter.safetensors    parameters at the run's own rank
                               moments.safetensors    AdamW moments, same shapes
-Both carry run, version, step count and checksum in their metadata. A folder exists whole or not at all. It counts only once the database says
-so (the service's commit); `keep_only` removes what a crash left between the rename and that commit, and superseded versions.
+Both carry run, version and the checksum of their own tensors in their metadata. A folder exists whole or not at all. It counts only once the
+database says so (the service's commit), with both checksums, which every load recomputes. `keep_only` removes what a crash left between the rename
+and that commit, and superseded versions.
 """
 
 import os
@@ -16,9 +17,11 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from noria.errors import AdapterFileCorruptError, UnknownVersionError
-from noria.model.lora import AdapterState, HostAdapter, checksum, resize_rank
+from noria.errors import AdapterFileCorruptError, StateConflictError, UnknownVersionError
+from noria.model.lora import MODULES, AdapterState, HostAdapter, checksum, resize_rank
 from noria.types import AdapterVersion, FloatArray
+
+ADAPTER, MOMENTS = "adapter.safetensors", "moments.safetensors"
 
 
 @final
@@ -29,39 +32,41 @@ class VersionFiles:
         self._root = root
 
     def write(self, run_id: str, version: int, state: AdapterState, rank: int) -> AdapterVersion:
-        """Store a state durably; returns its record. An uncommitted folder of the same version is replaced."""
+        """Store a state durably, its folders included; returns its record. An uncommitted folder of the same version is replaced."""
+        assert state.num_steps == version, "a version is the number of its optimizer steps"
         target = self._root / run_id / str(version)
         aside = target.with_name(f".{version}.partial")
+        _make_durable(target.parent)
         shutil.rmtree(aside, ignore_errors=True)
-        aside.mkdir(parents=True)
-        number = int(checksum(state.params))
-        metadata = {"run_id": run_id, "version": str(version), "num_steps": str(state.num_steps), "checksum": str(number)}
-        _save(aside / "adapter.safetensors", _flatten({"": resize_rank(state.params, rank)}), metadata)
-        moments = {"first.": resize_rank(state.first_moment, rank), "second.": resize_rank(state.second_moment, rank)}
-        _save(aside / "moments.safetensors", _flatten(moments), metadata)
+        aside.mkdir()
+        params, first, second = (resize_rank(tree, rank) for tree in state[:3])
+        record = AdapterVersion(run_id, version, checksum(params), _moments_checksum(first, second), str(target.relative_to(self._root)))
+        _save(aside / ADAPTER, _flatten({"": params}), _metadata(record, record.checksum))
+        _save(aside / MOMENTS, _flatten({"first.": first, "second.": second}), _metadata(record, record.moments_checksum))
         _fsync(aside)
         shutil.rmtree(target, ignore_errors=True)
         aside.rename(target)
         _fsync(target.parent)
-        return AdapterVersion(run_id, version, number, str(target.relative_to(self._root)))
+        return record
 
     def load(self, record: AdapterVersion, max_rank: int) -> AdapterState:
         """A committed state, padded to the rank class.
 
-        Raises UnknownVersionError if it is no longer kept, AdapterFileCorruptError if a file is unreadable or not what was committed.
+        Raises UnknownVersionError if it is no longer kept, StateConflictError if its rank is above the class, AdapterFileCorruptError if a file is
+        unreadable or anything in it is not what was committed: run, version, tensors, their shapes, types and bits.
         """
         folder = self._root / record.path
         if not folder.is_dir():
             raise UnknownVersionError(f"version {record.version} of run {record.run_id} is not on disk ({folder})")
-        params, metadata = _read(folder / "adapter.safetensors")
-        moments, _ = _read(folder / "moments.safetensors")
-        trees = [_unflatten(tensors, prefix) for tensors, prefix in ((params, ""), (moments, "first."), (moments, "second."))]
-        weights, first, second = (resize_rank(tree, max_rank) for tree in trees)
-        state = AdapterState(weights, first, second, int(metadata["num_steps"]))
-        found = int(checksum(state.params))
-        if found != record.checksum:
-            raise AdapterFileCorruptError(f"{folder}: checksum {found}, committed {record.checksum}; the file was changed or damaged")
-        return state
+        params = _unflatten(_read(folder / ADAPTER, ("",), _metadata(record, record.checksum)), "")
+        moments = _read(folder / MOMENTS, ("first.", "second."), _metadata(record, record.moments_checksum))
+        first, second = _unflatten(moments, "first."), _unflatten(moments, "second.")
+        rank = _common_rank(folder, (params, first, second))
+        if rank > max_rank:
+            raise StateConflictError(f"run {record.run_id} has rank {rank}, this server's class is {max_rank}: raise learner.max_rank")
+        _compare(folder / ADAPTER, checksum(params), record.checksum)
+        _compare(folder / MOMENTS, _moments_checksum(first, second), record.moments_checksum)
+        return AdapterState(resize_rank(params, max_rank), resize_rank(first, max_rank), resize_rank(second, max_rank), record.version)
 
     def keep_only(self, run_id: str, versions: Iterable[int]) -> None:
         """Remove every version of the run that is not named: superseded ones, and what a crash left uncommitted."""
@@ -72,17 +77,21 @@ class VersionFiles:
                 shutil.rmtree(child)
 
 
+def _metadata(record: AdapterVersion, number: int) -> dict[str, str]:
+    return {"run_id": record.run_id, "version": str(record.version), "checksum": str(number)}
+
+
+def _moments_checksum(first: HostAdapter, second: HostAdapter) -> int:
+    """Of both moments; the odd factor tells them apart, so that swapped ones are seen."""
+    return (checksum(first) + 3 * checksum(second)) % 2**32
+
+
 def _flatten(trees: dict[str, HostAdapter]) -> dict[str, FloatArray]:
     return {f"{prefix}{side}.{module}": leaf for prefix, tree in trees.items() for side, leaves in tree.items() for module, leaf in leaves.items()}
 
 
 def _unflatten(tensors: dict[str, FloatArray], prefix: str) -> HostAdapter:
-    tree: HostAdapter = {"a": {}, "b": {}}
-    for name, leaf in tensors.items():
-        if name.startswith(prefix):
-            side, module = name.removeprefix(prefix).split(".")
-            tree[side][module] = leaf
-    return tree
+    return {side: {module: tensors[f"{prefix}{side}.{module}"] for module in MODULES} for side in ("a", "b")}
 
 
 def _save(path: Path, tensors: dict[str, FloatArray], metadata: dict[str, str]) -> None:
@@ -90,12 +99,45 @@ def _save(path: Path, tensors: dict[str, FloatArray], metadata: dict[str, str]) 
     _fsync(path)
 
 
-def _read(path: Path) -> tuple[dict[str, FloatArray], dict[str, str]]:
+def _read(path: Path, prefixes: tuple[str, ...], metadata: dict[str, str]) -> dict[str, FloatArray]:
+    """The tensors of a file that holds exactly the adapters named by `prefixes`, in float32, with exactly this metadata."""
+    expected = {f"{prefix}{side}.{module}" for prefix in prefixes for side in ("a", "b") for module in MODULES}
     try:
         with safe_open(path, framework="numpy") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}, file.metadata()  # noqa: SIM118 (not a dict)
+            found = file.metadata()
+            if found != metadata:
+                raise AdapterFileCorruptError(f"{path} says that it is {found}, committed was {metadata}; it is another file, or damaged")
+            names = set(file.keys())
+            if names != expected:
+                raise AdapterFileCorruptError(f"{path} lacks tensors {sorted(expected - names)} and has unknown ones {sorted(names - expected)}")
+            kinds = {file.get_slice(name).get_dtype() for name in names}
+            if kinds != {"F32"}:
+                raise AdapterFileCorruptError(f"{path} has tensors of type {sorted(kinds)}, expected F32 only")
+            return {name: file.get_tensor(name) for name in names}
     except (OSError, SafetensorError) as error:
         raise AdapterFileCorruptError(f"cannot read {path}: {error}") from error
+
+
+def _common_rank(folder: Path, trees: tuple[HostAdapter, ...]) -> int:
+    """The rank that all leaves share. Raises AdapterFileCorruptError: leaves that do not belong together."""
+    params, *moments = [{f"{side}.{module}": leaf.shape for side in tree for module, leaf in tree[side].items()} for tree in trees]
+    ranks = {shape[2:] if name.startswith("a.") else shape[1:2] for name, shape in params.items()}
+    if {len(shape) for shape in params.values()} != {3} or len(ranks) != 1 or any(shapes != params for shapes in moments):
+        raise AdapterFileCorruptError(f"{folder}: shapes that do not belong together: adapter {params}, moments {moments}")
+    return int(ranks.pop()[0])
+
+
+def _compare(path: Path, found: int, committed: int) -> None:
+    if found != committed:
+        raise AdapterFileCorruptError(f"{path}: checksum {found}, committed {committed}; the file was changed or damaged")
+
+
+def _make_durable(folder: Path) -> None:
+    """Create a folder with its parents so that a power cut cannot take them back: each one's entry is synced in the folder above it."""
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in missing:
+        _fsync(path.parent)
 
 
 def _fsync(path: Path) -> None:

@@ -21,12 +21,19 @@ import jax.numpy as jnp
 import numpy as np
 
 from noria.config import LearnerConfig
-from noria.errors import GradientNotFiniteError, InvalidRequestError, SlotsExhaustedError, StageStoppedError, StateConflictError
+from noria.errors import (
+    GradientNotFiniteError,
+    InvalidRequestError,
+    SlotsExhaustedError,
+    StageStoppedError,
+    StateConflictError,
+    TreeTooLargeError,
+)
 from noria.learner.optimizer import Hyperparameters, SlotState, apply_step, empty_state, hyperparameters, load_slot, read_slot
 from noria.learner.queue import FairOrder
 from noria.learner.step import Arrays, Residuals, loss_cotangents, loss_inputs, pull, score, to_device
 from noria.model.config import ModelConfig
-from noria.model.lora import AdapterState
+from noria.model.lora import AdapterState, misfit
 from noria.protocols import Clock, Spans
 from noria.rl.losses import LossMetrics, LossTable, loss_table, run_metrics
 from noria.rl.packing import MicrobatchPlan, PlannedPiece, ReadyRun, pack, plan_microbatch, shapes_up_to
@@ -156,7 +163,10 @@ class Learner:
     # ---- any thread -------------------------------------------------------------------------------------------------------------------
 
     def load_run(self, spec: RunSpec, state: AdapterState) -> "Future[None]":
-        """Give a run a slot and its state. The future raises SlotsExhaustedError, StateConflictError (loaded already, rank above the class)."""
+        """Give a run a slot and its state.
+
+        The future raises SlotsExhaustedError, StateConflictError (loaded already, rank above the class, a state that is not one of this model).
+        """
         return self._post(lambda: self._load(spec, state))
 
     def unload_run(self, run_id: str) -> "Future[None]":
@@ -166,15 +176,18 @@ class Learner:
     def train(self, run_id: str, pieces: Sequence[Piece]) -> "Future[StepResult]":
         """One optimizer step on a batch cut into pieces (`rl.packing.cut`).
 
-        The future raises InvalidRequestError (no entries), StateConflictError (unknown run, or its previous batch is unfinished),
-        GradientNotFiniteError (the adapter stays as it was), StageStoppedError.
+        The future raises InvalidRequestError (no entries), TreeTooLargeError (a piece cut for a larger microbatch), StateConflictError (unknown run,
+        or its previous batch is unfinished), GradientNotFiniteError (the adapter stays as it was), StageStoppedError.
         """
         future: Future[StepResult] = Future()
         self._post(lambda: self._submit(run_id, pieces, future), future)
         return future
 
     def score_ids(self, run_id: str, ids: Ids) -> "Future[FloatArray]":
-        """learner_logprobs of ids[1:] given what precedes each, temperature 1, by the run's current adapter: float32 [len(ids) - 1]."""
+        """learner_logprobs of ids[1:] given what precedes each, temperature 1, by the run's current adapter: float32 [len(ids) - 1].
+
+        The future raises StateConflictError (unknown run), InvalidRequestError (fewer than 2 ids, ids outside the vocabulary), TreeTooLargeError.
+        """
         return self._post(lambda: self._score_ids(run_id, ids))
 
     @property
@@ -225,7 +238,10 @@ class Learner:
         return future
 
     def _drain_inbox(self) -> bool:
-        """Run posted commands. A command that returns NotImplemented settles its future itself, later."""
+        """Run posted commands. A command that returns NotImplemented settles its future itself, later.
+
+        A command that raises fails its own future and nobody else's, unless it took the device's state with it: then the stage fails too.
+        """
         did_work = False
         while True:
             with self._lock:
@@ -235,8 +251,10 @@ class Learner:
             did_work = True
             try:
                 result = command()
-            except (InvalidRequestError, SlotsExhaustedError, StateConflictError) as error:
+            except Exception as error:  # whatever it is, it is this command's failure, recorded in its future
                 _fail_future(future, error)
+                if any(leaf.is_deleted() for leaf in jax.tree.leaves(self._state)):  # a device step failed after its inputs were donated
+                    raise
             else:
                 if result is not NotImplemented and not future.done():
                     future.set_result(result)
@@ -248,13 +266,18 @@ class Learner:
             raise StateConflictError(
                 f"run {spec.run_id} has rank {spec.lora.rank}, this server's class is {self._settings.max_rank}: raise learner.max_rank"
             )
+        for part, tree in zip(("adapter", "first moment", "second moment"), state[:3], strict=True):
+            if problem := misfit(tree, self._config, self._settings.max_rank):
+                raise StateConflictError(f"the {part} of run {spec.run_id} does not fit base {self._config.name}: {problem}")
         if not self._free_slots:
             raise SlotsExhaustedError(f"all {self._settings.num_slots} learner slots are taken: raise learner.num_slots or stop a run")
-        slot = self._free_slots.pop(0)
-        self._state = load_slot(self._state, slot, state)
-        self._scale_A[slot] = spec.lora.alpha / spec.lora.rank
-        self._runs[spec.run_id] = _Run(spec, slot, hyperparameters(spec.optimizer))
-        self._losses = loss_table({run.slot: run.spec.loss for run in self._runs.values()}, self._settings.num_slots)
+        run = _Run(spec, self._free_slots[0], hyperparameters(spec.optimizer))
+        losses = {other.slot: other.spec.loss for other in (*self._runs.values(), run)}
+        self._losses = loss_table(losses, self._settings.num_slots)
+        self._state = load_slot(self._state, run.slot, state)
+        self._scale_A[run.slot] = spec.lora.alpha / spec.lora.rank
+        self._runs[spec.run_id] = run
+        self._free_slots.remove(run.slot)
 
     def _unload(self, run_id: str) -> None:
         run = self._runs.pop(run_id, None)
@@ -264,7 +287,10 @@ class Learner:
         self._fair.forget(run_id)
         if job is not None:
             _fail_future(job.future, StageStoppedError(f"run {run_id} was stopped"))
-        if self._scored is not None and any(p.run_id == run_id for p in self._scored.plan.pieces):
+        owners = set() if self._scored is None else {planned.run_id for planned in self._scored.plan.pieces}
+        if owners == {run_id}:
+            self._scored = None
+        elif self._scored is not None and run_id in owners:
             self._pull(self._scored)  # the other runs' parts count; what it adds to this slot is cleared when the slot is loaded again
         self._free_slots.append(run.slot)
 
@@ -274,6 +300,13 @@ class Learner:
             raise StateConflictError(f"run {run_id} has an unfinished batch")
         if not any(len(piece.entries) for piece in pieces):
             raise InvalidRequestError(f"run {run_id} submitted a batch without a single trained token")
+        largest = self._shapes[-1]
+        for piece in pieces:
+            if not largest.holds(piece.num_tiles, len(piece.entries)):
+                raise TreeTooLargeError(
+                    f"run {run_id}: a piece of {len(piece.ids_T)} positions and {len(piece.entries)} entries exceeds this learner's microbatch of "
+                    f"{largest.num_positions} positions and {largest.num_entries} entries: cut the batch for it, or raise learner.max_positions"
+                )
         self._jobs[run_id] = _Job(run, pieces, future)
         self._fair.activate(run_id, run.spec.weight)
         return NotImplemented
@@ -286,6 +319,8 @@ class Learner:
 
     def _score_ids(self, run_id: str, ids: Ids) -> FloatArray:
         run = self._run(run_id)
+        if not all(0 <= i < self._config.vocab_size for i in ids):
+            raise InvalidRequestError(f"ids to score must be in [0, {self._config.vocab_size}), got {min(ids)} .. {max(ids)}")
         piece = _sequence(ids)
         plan = plan_microbatch([ReadyRun(_SCORED_RUN, run.slot, [piece])], self._shapes, 0)
         outputs, _ = score(self._params, self._state.params, jnp.asarray(self._scale_A), to_device(pack(plan)), self._config)
@@ -294,7 +329,7 @@ class Learner:
     def _score(self) -> None:
         plan = self._plan()
         start = self._clock.now()
-        with self._spans.span("learner", "score", _owners(plan)):
+        with self._spans.span("learner", "score", _owner(plan)):
             microbatch = pack(plan)
             arrays = to_device(microbatch)
             outputs, residuals = score(self._params, self._state.params, jnp.asarray(self._scale_A), arrays, self._config)
@@ -332,7 +367,7 @@ class Learner:
 
     def _pull(self, scored: _Scored) -> None:
         plan, start = scored.plan, self._clock.now()
-        with self._spans.span("learner", "pull", _owners(plan)):
+        with self._spans.span("learner", "pull", _owner(plan)):
             gradient = pull(
                 self._params,
                 self._state.params,
@@ -362,20 +397,26 @@ class Learner:
             self._state, norm = apply_step(self._state, jnp.int32(run.slot), run.hyper)
             grad_norm = float(norm)
             state = read_slot(self._state, run.slot)
-        del self._jobs[run_id]
+        job.device_s += self._clock.now() - start
+        outcome = _outcome(job, state, grad_norm)
+        del self._jobs[run_id]  # last, so that until its future is settled `fail` knows of it
         self._fair.deactivate(run_id)
-        if not np.isfinite(grad_norm):
-            error = GradientNotFiniteError(
-                f"run {run_id}: the gradient of the step after version {state.num_steps} has norm {grad_norm}; the adapter is unchanged. "
-                "Look at the batch's rewards and log-probabilities, or lower the learning rate"
-            )
-            _fail_future(job.future, error)
-            return
-        num_entries = sum(len(piece.entries) for piece in job.pieces)
-        device_s = job.device_s + self._clock.now() - start
-        assert job.sums is not None
-        metrics = run_metrics(job.sums, run.slot)
-        job.future.set_result(StepResult(run_id, state, grad_norm, metrics, job.num_positions, num_entries, device_s))
+        if isinstance(outcome, GradientNotFiniteError):
+            job.future.set_exception(outcome)
+        else:
+            job.future.set_result(outcome)
+
+
+def _outcome(job: _Job, state: AdapterState, grad_norm: float) -> StepResult | GradientNotFiniteError:
+    run_id = job.run.spec.run_id
+    if not np.isfinite(grad_norm):
+        return GradientNotFiniteError(
+            f"run {run_id}: the gradient of the step after version {state.num_steps} has norm {grad_norm}; the adapter is unchanged. "
+            "Look at the batch's rewards and log-probabilities, or lower the learning rate"
+        )
+    assert job.sums is not None, "a batch has pieces, and all are scored"
+    num_entries = sum(len(piece.entries) for piece in job.pieces)
+    return StepResult(run_id, state, grad_norm, run_metrics(job.sums, job.run.slot), job.num_positions, num_entries, job.device_s)
 
 
 def _sequence(ids: Ids) -> Piece:
@@ -389,8 +430,10 @@ def _sequence(ids: Ids) -> Piece:
     return Piece(np.array(ids[:-1], np.int32), count, np.full(length, length, np.int32), entries)
 
 
-def _owners(plan: MicrobatchPlan) -> str:
-    return ",".join(dict.fromkeys(planned.run_id for planned in plan.pieces))
+def _owner(plan: MicrobatchPlan) -> str:
+    """The run of a microbatch that holds one run only, "" for a shared one, whose seconds each run's StepResult has its part of."""
+    run_ids = {planned.run_id for planned in plan.pieces}
+    return run_ids.pop() if len(run_ids) == 1 else ""
 
 
 def _fail_future(future: "Future[Any]", error: BaseException) -> None:

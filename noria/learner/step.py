@@ -21,7 +21,17 @@ import jax.numpy as jnp
 from noria.model.attention import Pairs, attend_backward, attend_forward
 from noria.model.config import ModelConfig
 from noria.model.lora import AdapterTree, RowAdapters, gather_rows
-from noria.model.transformer import Angles, Weights, after_attention, before_attention, embed, rms_norm, rotary_angles
+from noria.model.transformer import (
+    Angles,
+    Weights,
+    after_attention,
+    before_attention,
+    embed,
+    head_product,
+    precision_of,
+    rms_norm,
+    rotary_angles,
+)
 from noria.rl.losses import LossInputs, LossMetrics, LossTable, cotangents
 from noria.types import TILE, Microbatch
 
@@ -199,7 +209,7 @@ def _head_pull(params: Mapping[str, Any], h_TD: jax.Array, arrays: Arrays, cotan
         scale = _chunk(cotangent_M, c) / _chunk(arrays.temperature_M, c)
         onehot = jnp.arange(log_p_MV.shape[1])[None, :] == _chunk(arrays.target_M, c)[:, None]
         d_logits_MV = (onehot - jnp.exp(log_p_MV)) * scale[:, None]
-        d_normed = jnp.matmul(d_logits_MV.astype(head_VD.dtype), head_VD, preferred_element_type=jnp.float32)
+        d_normed = jnp.matmul(d_logits_MV.astype(head_VD.dtype), head_VD, precision=precision_of(head_VD), preferred_element_type=jnp.float32)
         (d_rows_MD,) = pull_norm(d_normed)
         start = c * ENTRY_CHUNK
 
@@ -213,10 +223,9 @@ def _head_pull(params: Mapping[str, Any], h_TD: jax.Array, arrays: Arrays, cotan
 
 def _chunk_log_softmax(params: Mapping[str, Any], h_TD: jax.Array, arrays: Arrays, c: jax.Array, config: ModelConfig):  # type: ignore[no-untyped-def]  # noqa: ANN202
     """Log-probabilities [ENTRY_CHUNK, V] of chunk c after temperature, and the pull of the final norm (kept apart: the head is frozen)."""
-    head_VD = params.get("head", params["embed"])
     rows_MD = h_TD[_chunk(arrays.predict_from_M, c)]
     normed, pull_norm = jax.vjp(lambda h: rms_norm(h, params["final_norm"], config.rms_norm_eps), rows_MD)
-    logits = jax.lax.dot_general(normed.astype(head_VD.dtype), head_VD, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+    logits = head_product(params, normed)
     return jax.nn.log_softmax(logits / _chunk(arrays.temperature_M, c)[:, None], axis=-1), pull_norm
 
 

@@ -9,7 +9,7 @@ itself: where a's column and b's row are both zero, both gradients are zero, and
 does not train: its a and b are zero.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple, TypeAlias
 
 import jax
@@ -62,6 +62,29 @@ def module_sizes(config: ModelConfig) -> dict[str, tuple[int, int]]:
     }
 
 
+def adapter_shapes(config: ModelConfig, max_rank: int) -> dict[str, dict[str, tuple[int, int]]]:
+    """Shapes of one layer's leaves in a rank class, without leading axes: a [I, r], b [r, O]. The one table of them."""
+    sizes = module_sizes(config)
+    return {
+        "a": {m: (size_in, max_rank) for m, (size_in, _) in sizes.items()},
+        "b": {m: (max_rank, size_out) for m, (_, size_out) in sizes.items()},
+    }
+
+
+def misfit(adapter: HostAdapter, config: ModelConfig, max_rank: int) -> str | None:
+    """Why an adapter of one run is not one of this model in this rank class (modules, shapes, dtype), None if it is."""
+    shapes = adapter_shapes(config, max_rank)
+    if unknown := {(side, module) for side, leaves in adapter.items() for module in leaves if module not in shapes.get(side, {})}:
+        return f"the model has no {sorted(unknown)}"
+    for side in shapes:
+        for module, shape in shapes[side].items():
+            leaf, expected = adapter.get(side, {}).get(module), (config.num_layers, *shape)
+            if leaf is None or leaf.shape != expected or leaf.dtype != np.float32:
+                found = "nothing" if leaf is None else f"{leaf.dtype} {leaf.shape}"
+                return f"{side} of module {module!r} is {found}, expected float32 {expected}"
+    return None
+
+
 def trained_modules(spec: LoraSpec) -> tuple[str, ...]:
     """The modules that `spec` adapts, in the order of MODULES."""
     return ATTENTION_MODULES * spec.train_attn + MLP_MODULES * spec.train_mlp
@@ -73,15 +96,18 @@ def initial_adapter(config: ModelConfig, spec: LoraSpec, max_rank: int, seed: in
     The bytes depend on the seed, the model's shape and the spec only. max_rank: the rank class, >= spec.rank.
     """
     rng = np.random.Generator(np.random.Philox(seed))
-    adapted = trained_modules(spec)
-    a, b = {}, {}
-    for module, (size_in, size_out) in module_sizes(config).items():
-        a[module] = np.zeros((config.num_layers, size_in, max_rank), np.float32)
-        b[module] = np.zeros((config.num_layers, max_rank, size_out), np.float32)
+    adapter, adapted = zero_adapter(config, max_rank), trained_modules(spec)
+    for module, (size_in, _) in module_sizes(config).items():
         if module in adapted:
             bound = 1 / np.sqrt(size_in)
-            a[module][:, :, : spec.rank] = rng.uniform(-bound, bound, (config.num_layers, size_in, spec.rank))
-    return {"a": a, "b": b}
+            adapter["a"][module][:, :, : spec.rank] = rng.uniform(-bound, bound, (config.num_layers, size_in, spec.rank))
+    return adapter
+
+
+def zero_adapter(config: ModelConfig, max_rank: int) -> HostAdapter:
+    """An adapter whose every leaf is zero."""
+    shapes = adapter_shapes(config, max_rank)
+    return {side: {m: np.zeros((config.num_layers, *shape), np.float32) for m, shape in shapes[side].items()} for side in shapes}
 
 
 def initial_state(config: ModelConfig, spec: LoraSpec, max_rank: int, seed: int) -> AdapterState:
@@ -104,13 +130,18 @@ def resize_rank(adapter: HostAdapter, rank: int) -> HostAdapter:
 
 
 def empty_slots(config: ModelConfig, num_slots: int, max_rank: int) -> AdapterTree:
-    """Stacked slots [L, A, ...] of zeros."""
-    layers = config.num_layers
-    sizes = module_sizes(config)
-    return {
-        "a": {m: jnp.zeros((layers, num_slots, size_in, max_rank), jnp.float32) for m, (size_in, _) in sizes.items()},
-        "b": {m: jnp.zeros((layers, num_slots, max_rank, size_out), jnp.float32) for m, (_, size_out) in sizes.items()},
-    }
+    """Stacked slots of zeros, leaves [L, A, ...]: the learner's layout, whose layers are scanned."""
+    return _zeros((config.num_layers, num_slots), config, max_rank)
+
+
+def empty_layer_slots(config: ModelConfig, num_slots: int, max_rank: int) -> tuple[AdapterTree, ...]:
+    """The same layer by layer, leaves [A, ...]: the sampler's layout, whose layers are a list."""
+    return tuple(_zeros((num_slots,), config, max_rank) for _ in range(config.num_layers))
+
+
+def _zeros(leading: tuple[int, ...], config: ModelConfig, max_rank: int) -> AdapterTree:
+    shapes = adapter_shapes(config, max_rank)
+    return {side: {m: jnp.zeros((*leading, *shape), jnp.float32) for m, shape in shapes[side].items()} for side in shapes}
 
 
 def gather_rows(layer: AdapterTree, scale_A: jax.Array, slot_R: jax.Array) -> RowAdapters:
@@ -130,27 +161,41 @@ _MIX = (0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D, 0x27D4EB2F)
 """Odd 32-bit multipliers (from xxHash) that give every coordinate its own weight in a checksum."""
 
 
-def layer_checksum(layer: Mapping[str, Mapping[str, jax.Array]], index: jax.Array | int) -> jax.Array:
-    """uint32 checksum of one run's adapter in one layer (leaves a [I, r], b [r, O]); a run's checksum is the sum over layers, modulo 2^32.
-
-    Every bit counts, with a weight that depends on side, module, layer and coordinates, so that swapped parts are seen. Zeros weigh nothing:
-    the checksum is the same in every rank class.
-    """
+def layer_checksum(layer: Mapping[str, Mapping[str, jax.Array]], index: int) -> jax.Array:
+    """uint32 checksum of one run's adapter in one layer (leaves a [I, r], b [r, O]) on the device; `checksum` is the sum over layers modulo 2^32."""
     total = jnp.uint32(0)
-    for s, side in enumerate(("a", "b")):
-        for m, module in enumerate(MODULES):
-            leaf = layer[side][module]
-            bits = jax.lax.bitcast_convert_type(leaf.astype(jnp.float32), jnp.uint32)
-            row = jnp.arange(leaf.shape[0], dtype=jnp.uint32)[:, None] * jnp.uint32(_MIX[0])
-            column = jnp.arange(leaf.shape[1], dtype=jnp.uint32)[None, :] * jnp.uint32(_MIX[1])
-            place = jnp.asarray(index).astype(jnp.uint32) * jnp.uint32(_MIX[2]) + jnp.uint32(((2 * m + s + 1) * _MIX[3]) % 2**32)
-            total += jnp.sum(bits * ((row + column + place) | jnp.uint32(1)), dtype=jnp.uint32)
+    for side, module, salt in _leaf_salts():
+        leaf = layer[side][module]
+        bits = jax.lax.bitcast_convert_type(leaf.astype(jnp.float32), jnp.uint32)
+        row = jnp.arange(leaf.shape[0], dtype=jnp.uint32)[:, None] * jnp.uint32(_MIX[0])
+        column = jnp.arange(leaf.shape[1], dtype=jnp.uint32)[None, :] * jnp.uint32(_MIX[1])
+        place = jnp.uint32((index * _MIX[2] + salt) % 2**32)
+        total += jnp.sum(bits * ((row + column + place) | jnp.uint32(1)), dtype=jnp.uint32)
     return total
 
 
-@jax.jit
-def checksum(adapter: AdapterTree) -> jax.Array:
-    """uint32 checksum of one run's adapter with leaves [L, ...] (see `layer_checksum`)."""
-    num_layers = adapter["a"]["q"].shape[0]
-    per_layer = jax.vmap(layer_checksum)(adapter, jnp.arange(num_layers))
-    return jnp.sum(per_layer, dtype=jnp.uint32)
+def checksum(adapter: HostAdapter) -> int:
+    """Checksum, 0 <= it < 2^32, of one run's adapter on the host, equal to the sum of `layer_checksum` over its layers on the device.
+
+    Every bit counts, with a weight that depends on side, module, layer and coordinates, so that swapped parts are seen. Zeros weigh nothing:
+    the checksum is the same in every rank class. NumPy, since it runs beside the device thread and must neither compile nor wait for it.
+    """
+    total = 0
+    for side, module, salt in _leaf_salts():
+        leaf = adapter[side][module]
+        num_layers, num_rows, num_columns = leaf.shape
+        bits = np.ascontiguousarray(leaf, np.float32).view(np.uint32).reshape(num_layers, -1)
+        row = np.arange(num_rows, dtype=np.uint32)[:, None] * np.uint32(_MIX[0])
+        column = np.arange(num_columns, dtype=np.uint32)[None, :] * np.uint32(_MIX[1])
+        place = (row + column).ravel()
+        for index in range(num_layers):
+            weight = (place + np.uint32((index * _MIX[2] + salt) % 2**32)) | np.uint32(1)
+            total += int(np.dot(bits[index], weight))
+    return total % 2**32
+
+
+def _leaf_salts() -> Iterator[tuple[str, str, int]]:
+    """(side, module, what sets the leaf's weights apart from every other leaf's)."""
+    for s, side in enumerate(("a", "b")):
+        for m, module in enumerate(MODULES):
+            yield side, module, (2 * m + s + 1) * _MIX[3]

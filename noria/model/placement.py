@@ -4,6 +4,7 @@ On CPU both forms alias the same host memory, so a base is resident once; elsewh
 """
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import jax
@@ -24,6 +25,30 @@ class BaseParams:
 
     stacked: dict[str, Any]
     layers: tuple[dict[str, jax.Array], ...]
+
+
+def base_dtype() -> str:
+    """The dtype of base matrices on this machine: "bfloat16" or "float32" (see `choose_dtype`)."""
+    return choose_dtype(jax.default_backend(), _cpu_flags(), jax.__version_info__)
+
+
+def choose_dtype(backend: str, cpu_flags: frozenset[str], jax_version: tuple[int, ...]) -> str:
+    """bfloat16 on accelerators, and on CPUs with AMX under JAX 0.12 or newer, which uses it; float32 elsewhere, where bfloat16 gains nothing.
+
+    Decided by flag and version, never by timing, so that a machine always decides alike.
+    """
+    has_fast_bfloat16 = "amx_bf16" in cpu_flags and jax_version >= (0, 12)
+    return "bfloat16" if backend != "cpu" or has_fast_bfloat16 else "float32"
+
+
+def _cpu_flags() -> frozenset[str]:
+    """The processor's feature flags; empty where the system does not tell."""
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return frozenset()
+    line = next((line for line in text.splitlines() if line.startswith("flags")), "")
+    return frozenset(line.partition(":")[2].split())
 
 
 def place(params: Params, dtype: npt.DTypeLike = np.float32) -> BaseParams:

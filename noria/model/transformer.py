@@ -49,11 +49,26 @@ def rms_norm(x: jax.Array, weight_D: jax.Array, eps: float) -> jax.Array:
     return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps) * weight_D.astype(jnp.float32)
 
 
+def precision_of(weight: jax.Array) -> jax.lax.Precision:
+    """Full precision for float32 weights, where GPUs would take TF32 (1e-3) by themselves; the native one for bfloat16."""
+    return jax.lax.Precision.HIGHEST if weight.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
+
+
+def head_product(params: Mapping[str, Any], normed_MD: jax.Array) -> jax.Array:
+    """The head alone: logits [M, V] float32 of normed hidden states, in the head's dtype."""
+    head_VD = params.get("head", params["embed"])
+    contract = (((1,), (1,)), ((), ()))
+    return jax.lax.dot_general(
+        normed_MD.astype(head_VD.dtype), head_VD, contract, precision=precision_of(head_VD), preferred_element_type=jnp.float32
+    )
+
+
 def project(weights: Weights, adapters: RowAdapters | None, name: str, x_RCI: jax.Array) -> jax.Array:
     """x @ weight + the rows' LoRA deltas, float32 [R, C, O]; the base product runs in the weight's dtype."""
     weight = weights[name]
     rows, length, size = x_RCI.shape
-    y = jnp.matmul(x_RCI.reshape(rows * length, size).astype(weight.dtype), weight, preferred_element_type=jnp.float32).reshape(rows, length, -1)
+    x = x_RCI.reshape(rows * length, size).astype(weight.dtype)
+    y = jnp.matmul(x, weight, preferred_element_type=jnp.float32, precision=precision_of(weight)).reshape(rows, length, -1)
     return y if adapters is None else y + delta(x_RCI, adapters.a[name], adapters.b[name], adapters.scale_R)
 
 
@@ -91,9 +106,7 @@ def embed(params: Mapping[str, Any], ids: jax.Array) -> jax.Array:
 
 def unembed(params: Mapping[str, Any], h_MD: jax.Array, config: ModelConfig) -> jax.Array:
     """Final norm and head: logits [M, V], float32. h is the last layer's output."""
-    head_VD = params.get("head", params["embed"])
-    h = rms_norm(h_MD, params["final_norm"], config.rms_norm_eps).astype(head_VD.dtype)
-    return jax.lax.dot_general(h, head_VD, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+    return head_product(params, rms_norm(h_MD, params["final_norm"], config.rms_norm_eps))
 
 
 def forward_logits(params: Mapping[str, Any], config: ModelConfig, ids_T: IntArray) -> jax.Array:

@@ -7,11 +7,13 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from noria.observe import write_chrome_trace
 from noria.report.curves import DARK, draw_curves, draw_timeline
 from noria.report.numbers import task_name
 from noria.report.session import TIMELINE_S
 from noria.report.summary import SessionReport
 from noria.service.build import RunReport
+from noria.service.folder import REPORTS
 
 STYLE = """
 :root { color-scheme: light dark; --page: #ffffff; --text: #1f2328; --faint: #656d76; --line: #e5e8eb; --bad: #b42318; --good: #1a7f37; }
@@ -64,11 +66,13 @@ COLUMNS = (
 )
 
 
-def write_report(report: SessionReport, summary: Mapping[str, Any], folder: Path) -> tuple[Path, Path]:
-    """Write the page and, for other pages, its curves; their paths. summary: of the same session (`summary.summarize`)."""
+def write_report(report: SessionReport, summary: Mapping[str, Any], folder: Path) -> tuple[Path, Path, Path]:
+    """Write the page, its curves for other pages, and the timeline for a trace viewer; their paths. summary: of the same session."""
     curves = draw_curves(report)
     page = render_page(report, summary, curves)
-    return _write(folder / "report.html", page.encode()), _write(folder / "curves.png", curves)
+    html, png, timeline = REPORTS
+    write_chrome_trace(folder / timeline, report.spans)
+    return _write(folder / html, page.encode()), _write(folder / png, curves), folder / timeline
 
 
 def render_page(report: SessionReport, summary: Mapping[str, Any], curves: bytes) -> str:

@@ -53,7 +53,10 @@ class StoredRun:
 
 
 def read_runs(state_dir: Path) -> list[StoredRun]:
-    """All runs of the folder, oldest first. Changes nothing. Raises StateConflictError if it holds no state, or something else."""
+    """All runs of the folder, oldest first, read beside a server that may be at work; tables that are missing are made.
+
+    Raises StateConflictError if it holds no state, or something else.
+    """
     path = state_dir / DATABASE
     if not path.is_file():
         raise StateConflictError(f"{state_dir} is no state folder: it has no {DATABASE}; name one with --state-dir")

@@ -127,6 +127,12 @@ def build_tree(groups: Sequence[EpisodeGroup], algorithm: AlgorithmConfig) -> tu
     return tree, _statistics(groups, tree, num_without_signal, num_unshared=sum(len(r.path_T) for r in rows))
 
 
+def trained_groups(groups: Sequence[EpisodeGroup], tree: TokenTree) -> frozenset[str]:
+    """Ids of the groups that have an entry in their batch's tree. groups: as given to `build_tree`."""
+    owner_E = np.repeat(np.arange(len(groups)), [len(group.episodes) for group in groups])
+    return frozenset(groups[owner].group_id for owner in np.unique(owner_E[tree.entries.episode_M]))
+
+
 def _candidates(groups: Sequence[EpisodeGroup], algorithm: AlgorithmConfig) -> tuple[list[_Candidate], int]:
     """The episodes that count in the denominator, in batch order, and the number of groups whose advantages are all 0."""
     candidates: list[_Candidate] = []

@@ -28,7 +28,7 @@ from noria.errors import (
     UnknownVersionError,
 )
 from noria.model.config import ModelConfig
-from noria.model.lora import HostAdapter
+from noria.model.lora import HostAdapter, misfit
 from noria.model.placement import BaseParams
 from noria.protocols import Spans
 from noria.sampler.pages import PAGE, PagePool
@@ -105,6 +105,7 @@ class SamplerEngine:
         self.counts = SamplerCounts()
         self._model = model
         self._config = config
+        self._max_rank = max_rank
         self._eos_id = eos_id
         self._spans = spans
         self._wake = wake
@@ -162,9 +163,10 @@ class SamplerEngine:
     def publish(self, run_id: str, version: int, adapter: HostAdapter, scale: float) -> None:
         """Make `version` the run's newest: only adapter bytes move. adapter: leaves of the rank class; scale: alpha / rank.
 
-        Raises StateConflictError (not after the newest version), SlotsExhaustedError, InvalidRequestError (wrong shapes, a scale that is not finite).
+        Raises StateConflictError (not after the newest version, or versions of a retired run of this name are still pinned), SlotsExhaustedError,
+        InvalidRequestError (wrong shapes, a scale that is not finite).
         """
-        problem = self._runner.check_adapter(adapter)
+        problem = misfit(adapter, self._model, self._max_rank)
         if problem is not None or not math.isfinite(scale):
             raise InvalidRequestError(f"cannot publish run {run_id!r} version {version}: {problem or f'its scale is {scale}'}")
         while not self._slots.has_room(run_id) and self._scheduler.is_prefilling(run_id):
@@ -174,11 +176,15 @@ class SamplerEngine:
             self._runner.write_slot(slot, adapter, scale)
 
     def retire(self, run_id: str) -> None:
-        """The run has ended: cancel its requests (RequestCancelledError) and free its slots, pinned versions when they are unpinned."""
+        """The run has ended: cancel its requests (RequestCancelledError), forget its cached pages and free its slots, pinned ones when unpinned.
+
+        Nothing of it is left for a later run of the same name; until its last pin is gone there can be none (StateConflictError from `publish`).
+        """
         self._take_inbox()
         for sequence in [s for s in self._scheduler.sequences() if s.request.run_id == run_id]:
             self._scheduler.cancel(sequence)
             self._resolve(sequence, RequestCancelledError(f"request {sequence.request.request_id!r}: run {run_id!r} was stopped"))
+        self._scheduler.pool.purge(run_id)
         self._slots.retire(run_id)
 
     def pin(self, run_id: str, version: int) -> None:
@@ -241,10 +247,6 @@ class SamplerEngine:
         self._tickets.clear()
         for ticket in tickets:
             _settle(ticket, self._stopped_error())
-
-    def close(self) -> None:
-        """Stop for good, in order: as `fail` does, without a failure."""
-        self.fail(StageStoppedError("it was closed"))
 
     def _prefill(self, dispatch: PrefillDispatch) -> None:
         with self._spans.span("sampler", "prefill"):

@@ -151,10 +151,19 @@ class PagePool:
         self._offer(node)
 
     def forget(self, node: Node) -> None:
-        """Drop a leaf that will never be filled. Nobody uses it."""
+        """Drop a leaf that nobody uses."""
         assert not node.num_users
         assert not node.children
         self._remove(node)
+
+    def purge(self, run_id: str) -> None:
+        """Forget every cached page of a run, of all its versions and episodes. No request uses any of them."""
+        for root in [root for namespace, root in self._roots.items() if namespace[0] == run_id]:
+            below = [root]
+            for node in below:  # grows while it is read: parents before children
+                below.extend(node.children.values())
+            for node in reversed(below[1:]):
+                self.forget(node)
 
     def _root(self, namespace: Namespace) -> Node:
         root = self._roots.get(namespace)

@@ -23,7 +23,7 @@ import numpy as np
 
 from noria.config import SamplerConfig
 from noria.model.config import ModelConfig
-from noria.model.lora import AdapterTree, HostAdapter, gather_rows, layer_checksum, module_sizes
+from noria.model.lora import AdapterTree, HostAdapter, empty_layer_slots, gather_rows, layer_checksum, zero_adapter
 from noria.model.placement import BaseParams
 from noria.model.transformer import block, embed, rotary_angles, unembed
 from noria.sampler.paged_attention import BLOCK_PAGES, attend_rows
@@ -104,7 +104,7 @@ class Runner:
         self._k: Pool = tuple(jnp.zeros(pool_shape, jnp.float32) for _ in range(model.num_layers))
         self._v: Pool = tuple(jnp.zeros(pool_shape, jnp.float32) for _ in range(model.num_layers))
         top = {name: array for name, array in base.stacked.items() if name != "layers"}
-        self._resident = _Resident(top, base.layers, _empty_slots(model, config.num_slots, max_rank), jnp.zeros(config.num_slots, jnp.float32))
+        self._resident = _Resident(top, base.layers, empty_layer_slots(model, config.num_slots, max_rank), jnp.zeros(config.num_slots, jnp.float32))
         self._used: set[tuple[str, int]] = set()
 
     @property
@@ -120,7 +120,7 @@ class Runner:
             self._run_prefill(_empty_rows(rows, self._num_table_pages))
         self.copy_pages([PageCopy(0, 0)])
         self.checksum(0)
-        self.write_slot(0, _zero_adapter(self._model, self._max_rank), 0.0)
+        self.write_slot(0, zero_adapter(self._model, self._max_rank), 0.0)
 
     def prefill(self, dispatch: PrefillDispatch) -> None:
         """Write the K/V of all rows. Returns when the device is done."""
@@ -153,7 +153,7 @@ class Runner:
             self._k, self._v = _copy_pages(self._k, self._v, page_2X)
 
     def write_slot(self, slot: int, adapter: HostAdapter, scale: float) -> None:
-        """Put an adapter into a slot, in place. Its shapes are those of the rank class (see `check_adapter`)."""
+        """Put an adapter into a slot, in place. It fits the model and the rank class (`lora.misfit`)."""
         layers = tuple(
             {side: {name: leaf[layer] for name, leaf in adapter[side].items()} for side in ("a", "b")} for layer in range(self._model.num_layers)
         )
@@ -166,17 +166,6 @@ class Runner:
         """The integer checksum of the slot's bytes on the device, equal to `lora.checksum` of what was written."""
         self._used.add(("checksum", 1))
         return int(_checksum(self._resident.adapters, np.int32(slot)))
-
-    def check_adapter(self, adapter: HostAdapter) -> str | None:
-        """What is wrong with an adapter's shapes, None if it fits a slot."""
-        for name, (size_in, size_out) in module_sizes(self._model).items():
-            shapes = {"a": (self._model.num_layers, size_in, self._max_rank), "b": (self._model.num_layers, self._max_rank, size_out)}
-            for side, expected in shapes.items():
-                leaf = adapter.get(side, {}).get(name)
-                found = None if leaf is None else leaf.shape
-                if found != expected:
-                    return f"{side} of module {name!r} has shape {found}, expected {expected}"
-        return None
 
     def _run_decode(self, lanes: Lanes) -> tuple[jax.Array, jax.Array]:
         self._used.add(("decode", lanes.table_WP.shape[0]))
@@ -400,19 +389,3 @@ def _pack_rows(dispatch: PrefillDispatch, rows: Rows) -> Rows:
         rows.table_RP[index, : len(row.table)] = row.table
         rows.slot_R[index] = row.slot
     return rows
-
-
-def _empty_slots(model: ModelConfig, num_slots: int, max_rank: int) -> tuple[AdapterTree, ...]:
-    zero = _zero_adapter(model, max_rank)
-    return tuple(
-        {side: {name: jnp.zeros((num_slots, *leaf.shape[1:]), jnp.float32) for name, leaf in leaves.items()} for side, leaves in zero.items()}
-        for _ in range(model.num_layers)
-    )
-
-
-def _zero_adapter(model: ModelConfig, max_rank: int) -> HostAdapter:
-    sizes, layers = module_sizes(model), model.num_layers
-    return {
-        "a": {name: np.zeros((layers, size_in, max_rank), np.float32) for name, (size_in, _) in sizes.items()},
-        "b": {name: np.zeros((layers, max_rank, size_out), np.float32) for name, (_, size_out) in sizes.items()},
-    }

@@ -45,7 +45,8 @@ class SlotTable:
         return self._find(run_id, version).slot
 
     def acquire(self, run_id: str, version: int) -> None:
-        """Keep a version resident until it is released. Raises UnknownVersionError if it is not resident."""
+        """Keep a version resident until it is released. Raises UnknownVersionError if it is not resident, or its run has ended."""
+        self.newest(run_id)
         self._find(run_id, version).num_users += 1
 
     def release(self, run_id: str, version: int) -> None:
@@ -61,8 +62,11 @@ class SlotTable:
         return bool(self._free) or (newest is not None and not self._resident[run_id, newest].num_users)
 
     def check_next(self, run_id: str, version: int) -> None:
-        """Raises StateConflictError if `version` does not come after the run's newest, SlotsExhaustedError if there is no slot for it."""
+        """Raises StateConflictError if `version` does not come after the run's newest, or a retired run of this name still has pinned versions;
+        SlotsExhaustedError if there is no slot for it."""
         newest = self._newest.get(run_id)
+        if newest is None and (pinned := sorted(number for run, number in self._resident if run == run_id)):
+            raise StateConflictError(f"run {run_id!r}: cannot publish, a stopped run of this name has pinned versions {pinned}: unpin them")
         if version < 0 or (newest is not None and version <= newest):
             raise StateConflictError(
                 f"run {run_id!r}: cannot publish version {version}, version {newest} is already published and a version never goes back"

@@ -17,7 +17,6 @@ from typing import final
 import jax
 from sqlalchemy import Connection, Engine
 
-from noria.actors.load import load_environment
 from noria.actors.pool import ActorPool
 from noria.actors.rules import rules_of
 from noria.adapters.versions import VersionFiles
@@ -41,8 +40,9 @@ from noria.service import store
 from noria.service.device import SharedDevice
 from noria.service.folder import ADAPTERS, DATABASE, exclusive
 from noria.service.loop import Circle
-from noria.service.publish import Publisher
-from noria.service.runs import ActiveRun, RunProgress, Stages
+from noria.service.publish import PROBE_TOKENS, Publisher
+from noria.service.runs import ActiveRun, RunProgress
+from noria.service.stages import Stages, TenantWeights
 
 PROBE_TEXT = "The wheel does not wait for a bucket, and no bucket is lost."
 """Prompt of the probe after each publish (see service/publish.py)."""
@@ -81,13 +81,14 @@ class Server:
     async def add_run(self, config: RunConfig, *, folder: Path, resume: bool, environment: EnvironmentFactory | None = None) -> ActiveRun:
         """Start a run, or bring it up again. folder: where the run file's relative paths start. environment: instead of the file's.
 
-        Raises ConfigError, EnvironmentFailedError; StateConflictError (it exists and `resume` is False, or exists with another configuration).
+        A run that is refused leaves nothing behind, and one that existed stays as it was.
+        Raises ConfigError (the file, or a run too large for this server), EnvironmentFailedError, StateConflictError (it exists and `resume` is
+        False, or exists with another configuration), and what `ActiveRun.start` raises.
         """
-        if config.base != self.config.base:
-            raise ConfigError(f"run {config.name} wants base {config.base!r}, this server holds {self.config.base!r}")
+        _check_fits(config, self.config)
         stages = self._circle.stages
         await stages.buffer.transaction(lambda connection: _check_resume(connection, config, resume))
-        factory = environment or load_environment(config.environment, builtin=BUILTIN, folder=folder)
+        factory = environment or await stages.pool.load(config, builtin=BUILTIN, folder=folder)
         rules = rules_of(config, config.name, factory, self._base.tokenizer)
         seed = derive_seed("adapter", config.seed, bits=63)
         initial = await asyncio.to_thread(initial_state, self._base.config, config.adapter.lora, self.config.learner.max_rank, seed)
@@ -129,7 +130,7 @@ async def open_server(config: ServerConfig) -> AsyncIterator[Server]:
             try:
                 yield Server(config, base, circle, spans, clock)
             finally:
-                await circle.close(drain_s=60.0)
+                await circle.close(config.drain_s)
         finally:
             database.dispose()
 
@@ -153,12 +154,12 @@ def _build(config: ServerConfig, base: LoadedBase, database: Engine, adapters_di
     wakers.append(device)
     buffer = SqliteBuffer(database, clock)
     METADATA.create_all(database)
-    probe_ids = base.tokenizer.encode(PROBE_TEXT)
+    probe_ids = base.tokenizer.encode(PROBE_TEXT)[: config.sampler.max_context - PROBE_TOKENS]
     stages = Stages(
         learner=learner,
         sampler=sampler,
         device=device,
-        publisher=Publisher(sampler, learner, device, clock=clock, spans=spans, probe_ids=probe_ids, timeout_s=60.0),
+        publisher=Publisher(sampler, learner, device, clock=clock, spans=spans, probe_ids=probe_ids),
         buffer=buffer,
         pool=ActorPool(sampler, base.tokenizer, clock, spans, max_episodes=config.max_episodes),
         files=VersionFiles(adapters_dir),
@@ -167,8 +168,24 @@ def _build(config: ServerConfig, base: LoadedBase, database: Engine, adapters_di
         shape=microbatch_shape(config.learner.max_positions),
         max_rank=config.learner.max_rank,
         keep_versions=config.keep_versions,
+        weights=TenantWeights(sampler, device),
     )
     return Circle(stages), spans, clock
+
+
+def _check_fits(config: RunConfig, server: ServerConfig) -> None:
+    """Raises ConfigError for a run that could never work on this server, before anything of it is made."""
+    rank, max_rank = config.adapter.rank, server.learner.max_rank
+    max_tokens, max_context = config.sampling.max_tokens, server.sampler.max_context
+    if config.base != server.base:
+        raise ConfigError(f"run {config.name} wants base {config.base!r}, this server holds {server.base!r}")
+    if rank > max_rank:
+        raise ConfigError(f"run {config.name} has adapter.rank = {rank}, this server's class is {max_rank}: lower it, or raise learner.max_rank")
+    if max_tokens >= max_context:
+        raise ConfigError(
+            f"run {config.name} has sampling.max_tokens = {max_tokens}, which leaves no room for a prompt in this server's "
+            f"sampler.max_context = {max_context}: lower it, or raise max_context and learner.max_positions"
+        )
 
 
 def _check_resume(connection: Connection, config: RunConfig, resume: bool) -> None:

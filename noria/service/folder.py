@@ -1,9 +1,10 @@
-"""The state folder of a server: what lies in it, the lock that gives it to one process at a time, and its removal."""
+"""The state folder of a server: what lies in it, the lock that gives it to one process at a time, and how runs in it are forgotten."""
 
 import fcntl
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
+import sqlite3
+from collections.abc import Collection, Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 from noria.errors import StateConflictError
@@ -17,8 +18,11 @@ ADAPTERS = "adapters"
 LOG = "noria.log"
 """Structured logs, one JSON object a line."""
 
+REPORTS = ("report.html", "curves.png", "timeline.json")
+"""What a session leaves for people (report/page.py)."""
+
 LOCK = "lock"
-"""An empty file whose lock the serving process holds."""
+"""An empty file whose lock the serving process holds. It is never removed: a lock on a removed file would exclude nobody."""
 
 
 @contextmanager
@@ -36,12 +40,30 @@ def exclusive(folder: Path) -> Iterator[None]:
         yield
 
 
-def remove(folder: Path) -> None:
-    """Remove a state folder, if there is one. Raises StateConflictError if it is in use, or holds anything but a state."""
-    if not folder.exists():
+def clear(folder: Path, run_ids: Collection[str]) -> None:
+    """Forget these runs, so that they can start anew: remove the database, logs, reports and their adapters, and nothing else.
+
+    Raises StateConflictError if the folder is in use, is a file, or its database cannot be read or holds other runs too.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise StateConflictError(f"{folder} is a file; choose another --state-dir")
+    database = folder / DATABASE
+    if not database.exists():
         return
-    names = {path.name for path in folder.iterdir()} if folder.is_dir() else {folder.name}
-    if DATABASE not in names and names - {LOCK, LOG}:
-        raise StateConflictError(f"{folder} has no {DATABASE}, so it is no state folder and is not removed; choose another --state-dir")
     with exclusive(folder):
-        shutil.rmtree(folder)
+        others = sorted(_runs_of(database) - set(run_ids))
+        if others:
+            raise StateConflictError(f"{folder} holds other runs too ({', '.join(others)}) and is not cleared; choose another --state-dir")
+        for run_id in run_ids:
+            shutil.rmtree(folder / ADAPTERS / run_id, ignore_errors=True)
+        for name in (f"{DATABASE}-wal", f"{DATABASE}-shm", f"{DATABASE}-journal", LOG, *REPORTS, DATABASE):
+            (folder / name).unlink(missing_ok=True)
+
+
+def _runs_of(database: Path) -> set[str]:
+    try:
+        with closing(sqlite3.connect(database)) as connection:
+            tables = {name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+            return {run_id for (run_id,) in connection.execute("SELECT run_id FROM runs")} if "runs" in tables else set()
+    except sqlite3.DatabaseError as error:
+        raise StateConflictError(f"{database} cannot be read as a state database ({error}); choose another --state-dir") from error

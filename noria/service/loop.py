@@ -22,7 +22,8 @@ from typing import final
 
 from noria.errors import StageStoppedError, StateConflictError
 from noria.observe import log_event
-from noria.service.runs import ActiveRun, Stages
+from noria.service.runs import ActiveRun
+from noria.service.stages import Stages
 
 log = logging.getLogger(__name__)
 
@@ -45,14 +46,16 @@ class Circle:
         self.stages.device.start(on_failure)
 
     async def add(self, run: ActiveRun) -> None:
-        """Bring a run up and let it go round. Raises StateConflictError if it is active already, and what `ActiveRun.start` raises."""
+        """Bring a run up and let it go round; one that is refused leaves nothing behind.
+
+        Raises StateConflictError if it is active already, and what `ActiveRun.start` raises.
+        """
         if run.run_id in self.runs:
             raise StateConflictError(f"run {run.run_id} is active already")
         self.runs[run.run_id] = run
         try:
             await run.start()
         except BaseException:
-            await run.stop()
             del self.runs[run.run_id]
             raise
 
@@ -62,16 +65,38 @@ class Circle:
         return {name: result for name, result in zip(self.runs, results, strict=True) if isinstance(result, BaseException)}
 
     async def close(self, drain_s: float) -> None:
-        """Stop the runs, then the stages, in the direction of the flow. What is committed stays. Idempotent."""
-        for run in self.runs.values():
-            await run.stop()
-        await self.stages.pool.close()
-        stopped = StageStoppedError("the server is shutting down")
-        if not await asyncio.to_thread(self.stages.device.stop, drain_s):
-            log_event(log, logging.ERROR, "device thread did not stop in time", timeout_s=drain_s)
-        self.stages.sampler.fail(stopped)
-        self.stages.learner.fail(stopped)
-        await asyncio.to_thread(self.stages.buffer.close)
+        """Stop the runs, then the actors, then the device. What is committed stays. Idempotent.
+
+        drain_s: for each of the three. Every part is stopped, whatever becomes of the ones before it, and then their failures are raised.
+        """
+        try:
+            await self._stop_runs(drain_s)
+        finally:
+            try:
+                await self.stages.pool.close(drain_s=drain_s)
+            finally:
+                try:
+                    await self._stop_device(drain_s)
+                finally:
+                    await asyncio.to_thread(self.stages.buffer.close)
+
+    async def _stop_runs(self, drain_s: float) -> None:
+        stopping = asyncio.gather(*(run.stop() for run in self.runs.values()))
+        await self.stages.clock.wait_for(stopping, drain_s, f"{len(self.runs)} runs to stop")
+
+    async def _stop_device(self, drain_s: float) -> None:
+        try:
+            if not await asyncio.to_thread(self.stages.device.stop, drain_s):
+                log_event(log, logging.ERROR, "device thread did not stop in time", timeout_s=drain_s)
+        finally:
+            stopped = StageStoppedError("the server is shutting down")
+            self.stages.sampler.fail(stopped)
+            self.stages.learner.fail(stopped)
 
     def _stage_failed(self, name: str, error: BaseException) -> None:
+        """No run can go on without it: each ends with the cause, and not when it next asks the stage for something."""
         log_event(log, logging.CRITICAL, "stage failed", stage=name, error=repr(error))
+        for run in self.runs.values():
+            stopped = StageStoppedError(f"run {run.run_id}: the {name} has stopped: {error!r}")
+            stopped.__cause__ = error
+            run.fail(stopped)

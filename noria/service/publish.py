@@ -12,7 +12,7 @@ from typing import Protocol, final
 
 import numpy as np
 
-from noria.errors import PublishProofError
+from noria.errors import PublishProofError, SlotsExhaustedError
 from noria.model.lora import HostAdapter
 from noria.observe import log_event
 from noria.protocols import Clock, Sampler, Spans
@@ -28,6 +28,9 @@ TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-2}
 """Largest mean |behavior - learner| log-probability of a probe, by the base's dtype (design section 6)."""
 
 PROBE_TENANT = "noria"
+
+SLOT_RETRY_S = 0.05
+"""Between two tries to get a slot: short beside an evaluation, which is what holds slots; a try costs the device microseconds."""
 
 
 class PublishingSampler(Sampler, Protocol):
@@ -60,33 +63,46 @@ class Publisher:
         clock: Clock,
         spans: Spans,
         probe_ids: Ids,
-        timeout_s: float,
         dtype: str = "float32",
     ) -> None:
         assert len(probe_ids) > 1, "a probe needs a prompt"
         self._sampler, self._learner, self._device, self._clock, self._spans = sampler, learner, device, clock, spans
-        self._probe_ids, self._timeout_s, self._tolerance = probe_ids, timeout_s, TOLERANCE[dtype]
+        self._probe_ids, self._tolerance = probe_ids, TOLERANCE[dtype]
 
-    async def publish(self, record: AdapterVersion, adapter: HostAdapter, lora: LoraSpec) -> None:
-        """Publish a committed version whose adapter the learner holds too, and prove it.
+    async def publish(self, record: AdapterVersion, adapter: HostAdapter, lora: LoraSpec, *, timeout_s: float) -> None:
+        """Publish a version whose adapter the learner holds too, and prove it. timeout_s: for a free slot, for the bytes, and for the probe, each.
 
-        Raises PublishProofError (checksum or probe), DeadlineExceededError, SlotsExhaustedError, StageStoppedError.
+        Raises PublishProofError (checksum or probe), DeadlineExceededError, SlotsExhaustedError (none became free in time), StageStoppedError.
         """
         with self._spans.span("adapters", "publish", record.run_id):
-            await self._clock.wait_for(self._publish(record, adapter, lora), self._timeout_s, f"publish of {record.run_id} v{record.version}")
+            await self._move(record, adapter, lora, timeout_s)
+            await self._clock.wait_for(self._probe(record), timeout_s, f"the probe of {record.run_id} v{record.version}")
 
-    async def _publish(self, record: AdapterVersion, adapter: HostAdapter, lora: LoraSpec) -> None:
+    async def publish_older(self, record: AdapterVersion, adapter: HostAdapter, lora: LoraSpec, *, timeout_s: float) -> None:
+        """As `publish`, for a version older than the one that the learner holds: the checksum is all the proof. Raises as `publish`."""
+        with self._spans.span("adapters", "publish", record.run_id):
+            await self._move(record, adapter, lora, timeout_s)
+
+    async def _move(self, record: AdapterVersion, adapter: HostAdapter, lora: LoraSpec, timeout_s: float) -> None:
         def move() -> int:
             self._sampler.publish(record.run_id, record.version, adapter, lora.alpha / lora.rank)
             return self._sampler.checksum(record.run_id, record.version)
 
-        found = await asyncio.wrap_future(self._device.call(move))
+        give_up_s = self._clock.now() + timeout_s
+        while True:
+            try:
+                moving = asyncio.wrap_future(self._device.call(move))
+                found = await self._clock.wait_for(moving, timeout_s, f"publish of {record.run_id} v{record.version}")
+                break
+            except SlotsExhaustedError:
+                if self._clock.now() >= give_up_s:
+                    raise
+            await self._clock.sleep(SLOT_RETRY_S)
         log_event(log, logging.INFO, "published", run_id=record.run_id, version=record.version, checksum=found)
         if found != record.checksum:
             raise PublishProofError(
                 f"run {record.run_id} v{record.version}: the sampler's slot has checksum {found}, committed was {record.checksum}; the run stops"
             )
-        await self._probe(record)
 
     async def _probe(self, record: AdapterVersion) -> None:
         name = f"{record.run_id}/probe-{record.version}"

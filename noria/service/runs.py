@@ -2,45 +2,47 @@
 
     admission   a place is free and a task is left       ──▶ lease ──▶ actors play the group ──▶ buffer
     training    a batch can be formed within the bound   ──▶ tree ──▶ learner ──▶ commit ──▶ publish ──▶ places are free
-    evaluation  a version is due                         ──▶ actors play held-out tasks greedily at that pinned version
+    evaluation  a version is due                         ──▶ actors play held-out tasks greedily at that pinned version (service/evaluations.py)
 
-A step's commit is: files, then one transaction with the version and the settled groups. Only then is the version published, and only after that is
-the next group admitted, so that no group ever samples a version that its place does not account for.
+A step's commit is: files, then one transaction with the version and the settled groups. Once begun it is finished, whoever is cancelled meanwhile.
+Only then is the version published, and only after that is the next group admitted, so that no group ever samples a version that its place does not
+account for. A run ends in one way, `_end`: its tasks let go, its slots are given back, its status is stored, and only then does anybody hear of it.
 """
 
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar, final
 
-import numpy as np
 from sqlalchemy import Connection
 
-from noria.actors.evaluation import EvaluationResult, held_out_tasks
 from noria.actors.group import GroupOutcome
-from noria.actors.pool import ActorPool
 from noria.actors.rules import EpisodeRules
-from noria.adapters.versions import VersionFiles
-from noria.buffer.sqlite import SqliteBuffer
+from noria.buffer import life
 from noria.config import RunConfig
-from noria.errors import DeadlineExceededError, NoriaError, RunFailedError, StageStoppedError
-from noria.learner.learner import Learner, RunSpec, StepResult
-from noria.model.lora import AdapterState
+from noria.errors import (
+    AdapterFileCorruptError,
+    DeadlineExceededError,
+    NoriaError,
+    RunFailedError,
+    SlotsExhaustedError,
+    StageStoppedError,
+    UnknownVersionError,
+)
+from noria.learner.learner import RunSpec, StepResult
+from noria.model.lora import AdapterState, checksum
 from noria.observe import log_event
-from noria.protocols import Clock, Lease, Spans
-from noria.rl.packing import MicrobatchShape, cut
+from noria.protocols import Lease
 from noria.rl.staleness import form_batch
-from noria.rl.tree import BatchStatistics, build_tree
-from noria.sampler.engine import SamplerEngine
 from noria.service import store
-from noria.service.device import SharedDevice
-from noria.service.publish import Publisher
-from noria.types import AdapterVersion, DropReason, EpisodeGroup, Piece
+from noria.service.batch import Batch, prepare, step_metrics
+from noria.service.evaluations import Evaluations, Work
+from noria.service.stages import Stages
+from noria.types import AdapterVersion, DropReason, EpisodeGroup
 
 log = logging.getLogger(__name__)
 
@@ -48,24 +50,6 @@ T = TypeVar("T")
 
 REWARD_WINDOW = 5
 """Steps of the moving reward that reports and the live table show."""
-
-
-@dataclass(frozen=True, slots=True)
-class Stages:
-    """What a run uses of its server. All runs share these objects."""
-
-    learner: Learner
-    sampler: SamplerEngine
-    device: SharedDevice
-    publisher: Publisher
-    buffer: SqliteBuffer
-    pool: ActorPool
-    files: VersionFiles
-    clock: Clock
-    spans: Spans
-    shape: MicrobatchShape
-    max_rank: int
-    keep_versions: int
 
 
 @dataclass(slots=True)
@@ -94,17 +78,20 @@ class ActiveRun:
         """initial: the state of version 0, used unless the store has a newer one."""
         self.config, self.progress = config, RunProgress()
         self._rules, self._stages, self._initial = rules, stages, initial
-        self._algorithm = config.algorithm
+        self._algorithm, self._deadlines = config.algorithm, config.deadlines
+        self._evaluations = Evaluations(config, rules, stages, self._spawn)
+        self.progress.evaluations = self._evaluations.accuracy
         self._outstanding: set[str] = set()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._evaluating: set[asyncio.Task[None]] = set()
+        self._durable: set[asyncio.Task[Any]] = set()
         self._generation = 0
         self._changed = asyncio.Event()
         self._admission = asyncio.Lock()
+        self._is_up = False
+        self._ending: asyncio.Task[None] | None = None
         self._done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._failures_in_a_row = 0
         self._batches_without_signal = 0
-        self._last_failure = ""
         self._recovered: deque[Lease] = deque()
 
     @property
@@ -113,72 +100,122 @@ class ActiveRun:
         return self.config.name
 
     async def start(self) -> None:
-        """Create the run, or bring it up at its newest committed version, and start its tasks.
+        """Create the run, or bring it up at its newest committed version, and start its tasks. Nothing of a new run that is refused is stored.
 
-        Raises StateConflictError (known with another configuration), AdapterFileCorruptError, SlotsExhaustedError, PublishProofError.
+        Raises StateConflictError (known with another configuration), AdapterFileCorruptError, SlotsExhaustedError (no room in learner or sampler),
+        PublishProofError, DeadlineExceededError, StageStoppedError. Then the run has ended, and what it held is given back.
         """
-        stages, config = self._stages, self.config
-        await stages.buffer.register_run(
-            self.run_id,
-            num_tasks=self._rules.environment.num_tasks,
-            seed=config.seed,
-            num_places=self._algorithm.num_places,
-            task_tries=config.actors.task_tries,
-        )
-        newest, state = await self._restore()
-        spec = RunSpec(self.run_id, config.adapter.lora, config.adapter.optimizer, self._algorithm.loss, config.weight)
-        await self._on_device(lambda: stages.sampler.set_weight(config.tenant, config.weight), "set a tenant's weight")
-        await self._wait_for(stages.learner.load_run(spec, state), config.deadlines.publish_s, "load the run")
-        await stages.publisher.publish(newest, state.params, config.adapter.lora)
-        leases = await stages.buffer.recover(self.run_id, version=newest.version, deadline_s=self._group_deadline())
+        try:
+            rows = await self._stages.buffer.transaction(lambda connection: store.versions(connection, self.run_id))
+            await (self._resume(rows) if rows else self._create())
+            leases = await self._stages.buffer.recover(self.run_id, version=self.progress.version, deadline_s=self._group_deadline())
+            waiting = await self._stages.buffer.outstanding(self.run_id)
+            await self._check_alive()
+        except BaseException as error:
+            await self._end(store.STOPPED, "", StageStoppedError(f"run {self.run_id} was not started: {error}"))
+            raise
         self._recovered.extend(leases)
-        waiting = await stages.buffer.outstanding(self.run_id)
         self._outstanding.update(item.group_id for item in waiting)
         self._count_outstanding()
-        self._spawn(self._admit_groups, self._tasks)
-        self._spawn(self._train, self._tasks)
+        self._spawn(self._admit_groups)
+        self._spawn(self._train)
 
     async def finished(self) -> None:
         """Wait for the run's end. Raises what made it fail: RunFailedError, PublishProofError, GradientNotFiniteError, StageStoppedError, ..."""
         await asyncio.shield(self._done)
 
     async def stop(self) -> None:
-        """Cancel what is under way and let go; all that is committed stays, and the run can be resumed. Idempotent."""
-        tasks = self._tasks | self._evaluating
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        if not self._done.done():
-            self._release()
-            self._done.set_exception(StageStoppedError(f"run {self.run_id} was stopped at version {self.progress.version}"))
-            self._done.exception()  # whoever waits sees it; nobody has to
+        """Cancel what is under way and let go; all that is committed stays, and the run can be resumed. Idempotent.
+
+        A commit or a file operation that has begun is finished first.
+        """
+        await self._end(store.STOPPED, "", StageStoppedError(f"run {self.run_id} was stopped at version {self.progress.version}"))
+
+    def fail(self, error: Exception) -> None:
+        """End the run with `error`, soon. Nothing if it has ended, or is still starting: then whatever it waits for fails by itself."""
+        if self._is_up and self._ending is None:
+            self._spawn(partial(self._fail, error))
 
     # ---- start ------------------------------------------------------------------------------------------------------------------------
 
-    async def _restore(self) -> tuple[AdapterVersion, AdapterState]:
-        """The newest committed version with its state; version 0 is committed first for a new run."""
-        stages = self._stages
-        rows = await stages.buffer.transaction(lambda connection: store.versions(connection, self.run_id))
-        if not rows:
-            record = await asyncio.to_thread(stages.files.write, self.run_id, 0, self._initial, self.config.adapter.rank)
-            await stages.buffer.transaction(partial(self._commit_first, record=record))
-            self._seen_version(record.version)
-            return record, self._initial
-        newest = rows[-1].record
+    async def _create(self) -> None:
+        """Claim room in learner and sampler and prove version 0 there; only then is anything stored."""
+        initial = self._initial
+        await self._load(initial)
+        unwritten = AdapterVersion(self.run_id, 0, checksum(initial.params), moments_checksum=0, path="")
+        await self._publish(unwritten, initial)
+        await self._durably(self._commit_first())
+
+    async def _commit_first(self) -> None:
+        record = await asyncio.to_thread(self._stages.files.write, self.run_id, 0, self._initial, self.config.adapter.rank)
+
+        def commit(connection: Connection) -> None:
+            now_s = self._stages.clock.wall()
+            store.create_run(connection, self.config, now_s)
+            store.add_version(connection, record, {}, now_s)
+            self._register(connection)
+
+        await self._stages.buffer.transaction(commit)
+        self._is_up = True
+
+    async def _resume(self, rows: Sequence[store.VersionRow]) -> None:
+        """Bring the newest committed version up, and before it, in their order, the older ones whose evaluation a death or a stop cut short."""
+        stages, newest = self._stages, rows[-1].record
+        await stages.buffer.transaction(self._register)
+        for evaluation in await stages.buffer.transaction(lambda connection: store.evaluations(connection, self.run_id)):
+            self._evaluations.accuracy[evaluation.version] = evaluation.accuracy
         state = await asyncio.to_thread(stages.files.load, newest, stages.max_rank)
-        await asyncio.to_thread(stages.files.keep_only, self.run_id, [row.record.version for row in rows[-stages.keep_versions :]])
+        await self._load(state)
+        pending = self._evaluations.pending(newest.version)
+        for row in rows[:-1]:
+            if row.record.version in pending:
+                await self._evaluate_older(row.record)
+        await self._publish(newest, state)
+        await self._durably(asyncio.to_thread(stages.files.keep_only, self.run_id, self._kept(newest.version)))
         for row in rows[1:]:
             self._count_step(row.record.version, row.metrics)
         self._seen_version(newest.version)
-        for evaluation in await stages.buffer.transaction(lambda connection: store.evaluations(connection, self.run_id)):
-            self.progress.evaluations[evaluation.version] = evaluation.accuracy
-        return newest, state
+        await self._check_alive()
+        self._is_up = True
+        await self._set_status(store.RUNNING, "")
 
-    def _commit_first(self, connection: Connection, record: AdapterVersion) -> None:
-        now_s = self._stages.clock.wall()
-        if store.find_run(connection, self.run_id) is None:
-            store.create_run(connection, self.config, now_s)
-        store.add_version(connection, record, {}, now_s)
+    async def _evaluate_older(self, record: AdapterVersion) -> None:
+        """Begin the evaluation of a version that is not the newest. If its files are lost it stays without one, and the run resumes."""
+        stages = self._stages
+        try:
+            state = await asyncio.to_thread(stages.files.load, record, stages.max_rank)
+        except (UnknownVersionError, AdapterFileCorruptError) as error:
+            log_event(log, logging.ERROR, "evaluation lost", run_id=self.run_id, version=record.version, error=str(error))
+            return
+        await stages.publisher.publish_older(record, state.params, self.config.adapter.lora, timeout_s=self._deadlines.publish_s)
+        await self._evaluations.begin(record.version)
+
+    async def _check_alive(self) -> None:
+        """Raises what ended the run while it started: an evaluation that failed, or a stage."""
+        if self._ending is not None:
+            await self.finished()
+
+    def _register(self, connection: Connection) -> None:
+        """The run's cursor and places in the buffer."""
+        life.register_run(
+            connection,
+            life.Cursor(
+                self.run_id,
+                self.config.seed,
+                self._rules.environment.num_tasks,
+                self._algorithm.num_places,
+                self.config.actors.task_tries,
+                position=0,
+                num_admitted=0,
+                num_skipped=0,
+            ),
+        )
+
+    async def _load(self, state: AdapterState) -> None:
+        config = self.config
+        self._stages.weights.join(config)
+        spec = RunSpec(self.run_id, config.adapter.lora, config.adapter.optimizer, self._algorithm.loss, config.weight)
+        await self._wait_for(self._stages.learner.load_run(spec, state), self._deadlines.publish_s, "load the run")
 
     def _seen_version(self, version: int) -> None:
         self.progress.version = version
@@ -195,7 +232,7 @@ class ActiveRun:
                 continue
             self._outstanding.add(lease.group_id)
             self._count_outstanding()
-            self._spawn(partial(self._play, lease), self._tasks)
+            self._spawn(partial(self._play, lease))
 
     async def _next_lease(self) -> Lease | None:
         """A lease to play now: one that a restart recovered, or a new one if the run needs another group and has a place for it."""
@@ -209,7 +246,7 @@ class ActiveRun:
 
     def _group_deadline(self) -> float:
         tries = self.config.actors.episode_tries
-        return self._stages.clock.wall() + self.config.deadlines.episode_s * tries
+        return self._stages.clock.wall() + self._deadlines.episode_s * tries
 
     async def _play(self, lease: Lease) -> None:
         try:
@@ -236,7 +273,6 @@ class ActiveRun:
         await self._stages.buffer.drop(group_id, reason)
         self._outstanding.discard(group_id)
         self._failures_in_a_row += 1
-        self._last_failure = why
         log_event(log, logging.WARNING, "group dropped", run_id=self.run_id, group_id=group_id, reason=reason, error=why)
         limit = self.config.actors.max_failed_groups
         if self._failures_in_a_row >= limit:
@@ -245,16 +281,14 @@ class ActiveRun:
     # ---- training ---------------------------------------------------------------------------------------------------------------------
 
     async def _train(self) -> None:
-        if self._is_evaluation_due(0):
-            await self._evaluate_soon(0)
+        await self._evaluations.begin(self.progress.version)
         while self.progress.version < self._algorithm.steps:
             groups = await self._next_batch()
             if not await self._step(groups):
                 break
-        await asyncio.gather(*self._evaluating)
-        if self.progress.version == self._algorithm.steps and self._is_evaluation_due(self.progress.version):
-            await self._evaluate(self.progress.version)
-        await self._finish()
+            await self._evaluations.begin(self.progress.version)
+        await self._evaluations.finish()
+        await self._end(store.FINISHED, self.progress.message, None)
 
     async def _next_batch(self) -> list[EpisodeGroup]:
         while True:
@@ -273,36 +307,36 @@ class ActiveRun:
 
     async def _step(self, groups: list[EpisodeGroup]) -> bool:
         """Train one batch; whether the run goes on."""
-        pieces, statistics, unsignalled = await asyncio.to_thread(self._prepare, groups)
-        if not pieces:
-            return await self._settle_untrained(groups, statistics)
+        try:
+            batch = await asyncio.to_thread(prepare, groups, self._algorithm, self._stages.shape)
+            result = await self._compute(batch) if batch.pieces else None
+        except (StageStoppedError, DeadlineExceededError):
+            raise
+        except Exception:  # or every restart would take the same batch again, and fail again
+            await self._durably(self._settle_dropped(groups, "failed"))
+            raise
+        if result is None:
+            return await self._settle_untrained(batch)
         self._batches_without_signal = 0
-        training = self._stages.learner.train(self.run_id, pieces)
-        result = await self._wait_for(training, self.config.deadlines.train_s, f"train the step after version {self.progress.version}")
-        staleness = [self.progress.version - g.oldest_version for g in groups if g.oldest_version is not None]
-        metrics = _step_metrics(groups, statistics, result, staleness)
+        metrics = step_metrics(batch, result, self.progress.version)
         async with self._admission:
-            await self._commit(groups, unsignalled, result, metrics)
+            record = await self._durably(self._commit(batch, result, metrics))
+            await self._publish(record, result.state)
+            self._seen_version(record.version)
         self._change()
-        version = self.progress.version
-        if version < self._algorithm.steps and self._is_evaluation_due(version):
-            await self._evaluate_soon(version)
         return True
 
-    def _prepare(self, groups: list[EpisodeGroup]) -> tuple[tuple[Piece, ...], BatchStatistics, set[str]]:
-        """The batch's pieces, its statistics, and the ids of the groups that train nothing since their rewards are equal."""
-        tree, statistics = build_tree(groups, self._algorithm)
-        unsignalled = {g.group_id for g in groups if len({e.reward for e in g.episodes}) == 1}
-        return cut(tree, self._stages.shape), statistics, unsignalled if self._algorithm.zero_signal == "skip" else set()
+    async def _compute(self, batch: Batch) -> StepResult:
+        training = self._stages.learner.train(self.run_id, batch.pieces)
+        return await self._wait_for(training, self._deadlines.train_s, f"train the step after version {self.progress.version}")
 
-    async def _settle_untrained(self, groups: list[EpisodeGroup], statistics: BatchStatistics) -> bool:
-        ids = [g.group_id for g in groups]
-        await self._stages.buffer.transaction(lambda connection: self._stages.buffer.settle_dropped(connection, ids, "no_signal"))
-        self._outstanding.difference_update(ids)
+    async def _settle_untrained(self, batch: Batch) -> bool:
+        await self._durably(self._settle_dropped(batch.groups, "no_signal"))
         self._batches_without_signal += 1
         self._change()
         if self._batches_without_signal < self._algorithm.max_batches_without_signal:
             return True
+        statistics = batch.statistics
         self.progress.message = (
             f"stopped early: {self._batches_without_signal} batches in a row had nothing to train; of the last one, "
             f"{statistics.num_groups_without_signal} of {statistics.num_groups} groups had equal rewards and "
@@ -310,23 +344,41 @@ class ActiveRun:
         )
         return False
 
-    async def _commit(self, groups: list[EpisodeGroup], unsignalled: set[str], result: StepResult, metrics: Mapping[str, float]) -> None:
-        """Files, then the transaction that is the point of no return, then the publish with its proof."""
+    async def _settle_dropped(self, groups: Sequence[EpisodeGroup], reason: DropReason) -> None:
+        ids = [g.group_id for g in groups]
+        await self._stages.buffer.transaction(lambda connection: self._stages.buffer.settle_dropped(connection, ids, reason))
+        self._outstanding.difference_update(ids)
+
+    async def _commit(self, batch: Batch, result: StepResult, metrics: Mapping[str, float]) -> AdapterVersion:
+        """Files, then the transaction that is the point of no return: the version, and every group settled as what became of it."""
         stages, version = self._stages, self.progress.version + 1
         record = await asyncio.to_thread(stages.files.write, self.run_id, version, result.state, self.config.adapter.rank)
-        trained = [g.group_id for g in groups if g.group_id not in unsignalled]
 
         def commit(connection: Connection) -> None:
             store.add_version(connection, record, metrics, stages.clock.wall())
-            stages.buffer.settle_trained(connection, trained, version)
-            stages.buffer.settle_dropped(connection, sorted(unsignalled), "no_signal")
+            stages.buffer.settle_trained(connection, batch.trained, version)
+            stages.buffer.settle_dropped(connection, batch.untrained, "no_signal")
 
         await stages.buffer.transaction(commit)
-        self._outstanding.difference_update(g.group_id for g in groups)
+        self._outstanding.difference_update(batch.trained, batch.untrained)
         self._count_step(version, metrics)
-        await stages.publisher.publish(record, result.state.params, self.config.adapter.lora)
-        self._seen_version(version)
-        await asyncio.to_thread(stages.files.keep_only, self.run_id, range(version - stages.keep_versions + 1, version + 1))
+        await asyncio.to_thread(stages.files.keep_only, self.run_id, self._kept(version))
+        return record
+
+    async def _publish(self, record: AdapterVersion, state: AdapterState) -> None:
+        """Publish what the learner holds. Without a free slot in time, the run's own evaluation is waited for: then its newest version's slot is."""
+        lora, timeout_s = self.config.adapter.lora, self._deadlines.publish_s
+        while True:
+            may_wait = self._evaluations.is_under_way
+            try:
+                return await self._stages.publisher.publish(record, state.params, lora, timeout_s=timeout_s)
+            except SlotsExhaustedError:
+                if not may_wait:
+                    raise
+
+    def _kept(self, newest: int) -> set[int]:
+        """Versions that stay on disk."""
+        return {*range(newest - self._stages.keep_versions + 1, newest + 1), *self._evaluations.pending(newest)}
 
     def _count_step(self, version: int, metrics: Mapping[str, float]) -> None:
         progress = self.progress
@@ -337,70 +389,73 @@ class ActiveRun:
         self._count_outstanding()
         log_event(log, logging.INFO, "step", run_id=self.run_id, version=version, reward=metrics["reward_mean"])
 
-    # ---- evaluation -------------------------------------------------------------------------------------------------------------------
-
-    def _is_evaluation_due(self, version: int) -> bool:
-        evaluation = self.config.evaluation
-        is_end = version in (0, self._algorithm.steps)
-        is_planned = evaluation.num_tasks > 0 and (is_end or (evaluation.every > 0 and version % evaluation.every == 0))
-        return is_planned and version not in self.progress.evaluations
-
-    async def _evaluate_soon(self, version: int) -> None:
-        """Start an evaluation beside training; the version is pinned before anything newer can be published."""
-        await self._on_device(lambda: self._stages.sampler.pin(self.run_id, version), f"pin version {version}")
-        self._spawn(partial(self._evaluate_pinned, version), self._evaluating)
-
-    async def _evaluate_pinned(self, version: int) -> None:
-        try:
-            await self._evaluate(version)
-        finally:
-            with suppress(StageStoppedError):
-                self._stages.device.call(lambda: self._stages.sampler.unpin(self.run_id, version))
-
-    async def _evaluate(self, version: int) -> None:
-        tasks = held_out_tasks(self._rules.environment, self.config.evaluation.num_tasks)
-        result: EvaluationResult = await self._stages.pool.evaluate(self._rules, tasks, version=version)
-        row = store.EvaluationRow(version, result.accuracy, result.mean_reward, len(tasks), result.num_failed)
-        now_s = self._stages.clock.wall()
-        await self._stages.buffer.transaction(lambda connection: store.add_evaluation(connection, self.run_id, row, now_s))
-        self.progress.evaluations[version] = result.accuracy
-
     # ---- end --------------------------------------------------------------------------------------------------------------------------
 
-    async def _finish(self) -> None:
-        others = self._tasks - {asyncio.current_task()}
-        for task in others:
+    async def _end(self, status: str, message: str, error: Exception | None) -> None:
+        """End the run once; later calls wait for that end. error: what `finished` raises."""
+        if self._ending is None:
+            self._ending = asyncio.get_running_loop().create_task(self._let_go(status, message, error))
+        await asyncio.shield(self._ending)
+
+    async def _let_go(self, status: str, message: str, error: Exception | None) -> None:
+        """Tasks, slots, status, in this order; then whoever waits for the end."""
+        try:
+            await self._cancel_tasks()
+            self._release()
+            if status == store.FINISHED:
+                await self._stages.buffer.drop_run(self.run_id, "stopped")
+                self._outstanding.clear()
+                self._count_outstanding()
+            if self._is_up:
+                await self._set_status(status, message)
+        except Exception as failure:  # the end itself failed: recorded as the run's failure, and the others go on
+            log.exception("run could not end in order", extra={"fields": {"run_id": self.run_id}})
+            error = error or failure
+        finally:
+            if error is None:
+                self._done.set_result(None)
+            else:
+                self._done.set_exception(error)
+                self._done.exception()  # whoever waits sees it; nobody has to
+
+    async def _cancel_tasks(self) -> None:
+        for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*others, return_exceptions=True)
-        await self._stages.buffer.drop_run(self.run_id, "stopped")
-        self._outstanding.clear()
-        self._release()
-        await self._set_status(store.FINISHED, self.progress.message)
-        if not self._done.done():
-            self._done.set_result(None)
+        under_way = self._tasks | self._durable
+        if under_way:
+            try:
+                await self._stages.clock.wait_for(asyncio.wait(under_way), self._deadlines.drain_s, f"run {self.run_id}: what it has under way")
+            except DeadlineExceededError as error:
+                log_event(log, logging.ERROR, "run did not let go in time", run_id=self.run_id, error=str(error))
 
     def _release(self) -> None:
-        """Give the run's slots in learner and sampler back."""
+        """Give the run's slots in learner and sampler back, and its weight."""
+        self._evaluations.release()
         self._stages.learner.unload_run(self.run_id)
-        with suppress(StageStoppedError):
-            self._stages.device.call(lambda: self._stages.sampler.retire(self.run_id))
+        self._stages.soon_on_device(lambda: self._stages.sampler.retire(self.run_id))
+        self._stages.weights.leave(self.run_id)
+
+    async def _durably(self, work: Coroutine[Any, Any, T]) -> T:
+        """The result of `work`, which is finished even if its caller is cancelled; the run's end waits for it."""
+        task = asyncio.get_running_loop().create_task(work)
+        self._durable.add(task)
+        task.add_done_callback(self._durable.discard)
+        return await asyncio.shield(task)
 
     async def _wait_for(self, future: "Future[T]", timeout_s: float, what: str) -> T:
         return await self._stages.clock.wait_for(asyncio.wrap_future(future), timeout_s, f"run {self.run_id}: {what}")
-
-    async def _on_device(self, function: Callable[[], T], what: str) -> T:
-        return await self._wait_for(self._stages.device.call(function), self.config.deadlines.publish_s, what)
 
     async def _set_status(self, status: str, message: str) -> None:
         self.progress.status, self.progress.message = status, message
         await self._stages.buffer.transaction(lambda connection: store.set_status(connection, self.run_id, status, message))
 
-    def _spawn(self, work: Callable[[], Coroutine[Any, Any, None]], owner: set[asyncio.Task[None]]) -> None:
+    def _spawn(self, work: Work) -> asyncio.Task[None]:
         task: asyncio.Task[None] = asyncio.get_running_loop().create_task(self._guard(work))
-        owner.add(task)
-        task.add_done_callback(owner.discard)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
 
-    async def _guard(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    async def _guard(self, work: Work) -> None:
         """Run one of the run's tasks; what it raises makes the run fail, with its cause, and nobody else's."""
         try:
             await work()
@@ -408,16 +463,11 @@ class ActiveRun:
             await self._fail(error)
 
     async def _fail(self, error: Exception) -> None:
-        if self._done.done():
+        if self._ending is not None:  # which waits for this very task
             return
         code = error.code if isinstance(error, NoriaError) else "internal_error"
-        self._done.set_exception(error)
-        self._done.exception()  # whoever waits sees it; nobody has to
         log.error("run failed", exc_info=error, extra={"fields": {"run_id": self.run_id, "code": code, "error": str(error)}})
-        for task in (self._tasks | self._evaluating) - {asyncio.current_task()}:
-            task.cancel()
-        self._release()
-        await self._set_status(store.FAILED, f"{code}: {error}")
+        await self._end(store.FAILED, f"{code}: {error}", error)
 
     def _change(self) -> None:
         """Something happened that a waiting task may wait for."""
@@ -433,23 +483,3 @@ class ActiveRun:
 
     def _count_outstanding(self) -> None:
         self.progress.num_outstanding = len(self._outstanding)
-
-
-def _step_metrics(groups: list[EpisodeGroup], statistics: BatchStatistics, result: StepResult, staleness: list[int]) -> dict[str, float]:
-    """What is stored with the version: plain numbers."""
-    return {
-        **result.metrics,
-        "grad_norm": result.grad_norm,
-        "reward_mean": statistics.reward_mean,
-        "reward_std": statistics.reward_std,
-        "num_groups_without_signal": statistics.num_groups_without_signal,
-        "num_truncated": statistics.num_truncated,
-        "num_failed": statistics.num_failed,
-        "completion_length_mean": statistics.completion_length_mean,
-        "num_positions": result.num_positions,
-        "num_positions_unshared": statistics.num_positions_unshared,
-        "tokens_sampled": sum(e.num_sampled for g in groups for e in g.episodes),
-        "staleness_max": max(staleness, default=0),
-        "staleness_mean": float(np.mean(staleness)) if staleness else 0.0,
-        "device_s": result.device_s,
-    }

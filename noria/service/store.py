@@ -6,15 +6,17 @@ Functions take the connection of a transaction that somebody else owns, so that 
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from sqlalchemy import BigInteger, Column, Connection, Float, Integer, String, Table, func, insert, select, update
+from sqlalchemy import BigInteger, Column, Connection, Float, Integer, Row, String, Table, func, insert, select, update
 
 from noria.buffer.tables import GROUPS, METADATA
 from noria.config import RunConfig
 from noria.errors import StateConflictError
 from noria.types import AdapterVersion
 
-RUNNING, FINISHED, FAILED = "running", "finished", "failed"
+RUNNING, STOPPED, FINISHED, FAILED = "running", "stopped", "finished", "failed"
+"""Statuses of a run. Running: a process works on it, or died while it did. Stopped: let go in order, to be resumed."""
 
 RUNS = Table(
     "runs",
@@ -32,6 +34,7 @@ VERSIONS = Table(
     Column("run_id", String, primary_key=True),
     Column("version", Integer, primary_key=True),
     Column("checksum", BigInteger, nullable=False),
+    Column("moments_checksum", BigInteger, nullable=False),
     Column("path", String, nullable=False, doc="below the adapters' folder; retention may have removed it"),
     Column("committed_at_s", Float, nullable=False, doc="Unix seconds"),
     Column("metrics", String, nullable=False, doc="JSON object of numbers"),
@@ -111,6 +114,7 @@ def add_version(connection: Connection, record: AdapterVersion, metrics: Mapping
             run_id=record.run_id,
             version=record.version,
             checksum=record.checksum,
+            moments_checksum=record.moments_checksum,
             path=record.path,
             committed_at_s=now_s,
             metrics=json.dumps(dict(metrics)),
@@ -121,7 +125,12 @@ def add_version(connection: Connection, record: AdapterVersion, metrics: Mapping
 def versions(connection: Connection, run_id: str) -> list[VersionRow]:
     """All committed versions of the run, oldest first."""
     rows = connection.execute(select(VERSIONS).where(VERSIONS.c.run_id == run_id).order_by(VERSIONS.c.version))
-    return [VersionRow(AdapterVersion(r.run_id, r.version, r.checksum, r.path), r.committed_at_s, json.loads(r.metrics)) for r in rows]
+    return [_version_row(row) for row in rows]
+
+
+def _version_row(row: Row[Any]) -> VersionRow:
+    record = AdapterVersion(row.run_id, row.version, row.checksum, row.moments_checksum, row.path)
+    return VersionRow(record, row.committed_at_s, json.loads(row.metrics))
 
 
 def add_evaluation(connection: Connection, run_id: str, row: EvaluationRow, now_s: float) -> None:

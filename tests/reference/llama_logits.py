@@ -16,7 +16,8 @@ from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 
-def main(folder: Path) -> None:
+def load_model(folder: Path) -> LlamaForCausalLM:
+    """The model of config.json with the weights of model.safetensors."""
     config = LlamaConfig(**json.loads((folder / "config.json").read_text()), attn_implementation="eager")
     with torch.device("meta"):
         model = LlamaForCausalLM(config)
@@ -26,11 +27,16 @@ def main(folder: Path) -> None:
         weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
     model.load_state_dict(weights, strict=True)
     model.model.rotary_emb = type(model.model.rotary_emb)(config)  # its frequencies are computed, not loaded
+    return model.float().eval()
+
+
+def logits_of(model: torch.nn.Module, folder: Path) -> np.ndarray:
+    """Logits [T, V] of ids.npy."""
     ids = torch.from_numpy(np.load(folder / "ids.npy").astype(np.int64))[None]
     with torch.inference_mode():
-        logits = model.float().eval()(ids).logits[0]
-    np.save(folder / "logits.npy", logits.numpy())
+        return model(ids).logits[0].numpy()
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    where = Path(sys.argv[1])
+    np.save(where / "logits.npy", logits_of(load_model(where), where))

@@ -1,0 +1,86 @@
+"""One run's held-out evaluations, beside its training.
+
+Due are version 0, every multiple of `evaluation.every`, and the last step. A due version is evaluated exactly once, whatever happens in between:
+what is due and has no result in the store is pending, its files are kept, and a restart publishes and evaluates it before it goes on.
+
+At most one evaluation of a run is under way, since each keeps a version in a slot of the sampler that the run's newest one cannot have. The next due
+version waits for it, and training waits with that version, since a version can only be evaluated if it is pinned before a newer one is published:
+evaluations that are slower than the steps between them slow their own run down, and nobody else's. So at most two versions are ever pending.
+"""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from functools import partial
+from typing import Any, TypeAlias, final
+
+from noria.actors.evaluation import held_out_tasks
+from noria.actors.rules import EpisodeRules
+from noria.config import RunConfig
+from noria.service import store
+from noria.service.stages import Stages
+
+Work: TypeAlias = Callable[[], Coroutine[Any, Any, None]]
+
+
+@final
+class Evaluations:
+    """Owner of one run's evaluation under way and of its pin. Touched by the event loop only; `begin` and `finish` by one task at a time.
+
+    accuracy: of each evaluated version, as stored.
+    """
+
+    def __init__(self, config: RunConfig, rules: EpisodeRules, stages: Stages, spawn: Callable[[Work], asyncio.Task[None]]) -> None:
+        """spawn: starts a task of the run, whose failure fails the run."""
+        self.accuracy: dict[int, float] = {}
+        self._config, self._rules, self._stages, self._spawn = config, rules, stages, spawn
+        self._held_out = held_out_tasks(rules.environment, config.evaluation.num_tasks)
+        self._pinned: int | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def is_under_way(self) -> bool:
+        """An evaluation holds a version in the sampler."""
+        return self._pinned is not None
+
+    def pending(self, newest: int) -> list[int]:
+        """Due versions up to `newest` that have no result, oldest first."""
+        steps, every = self._config.algorithm.steps, self._config.evaluation.every
+        due = {0, steps, *(range(every, steps, every) if every else ())} if self._held_out else set()
+        return sorted(version for version in due if version <= newest and version not in self.accuracy)
+
+    async def begin(self, version: int) -> None:
+        """Evaluate the newest published version beside what follows, if it is pending; waits for the evaluation before it.
+
+        Nothing if it is under way already. Raises UnknownVersionError, DeadlineExceededError, StageStoppedError.
+        """
+        if version == self._pinned or version not in self.pending(version):
+            return
+        await self.finish()
+        self._pinned = version  # from here on `release` undoes the pin, even if the wait for it is cancelled
+        sampler, run_id = self._stages.sampler, self._config.name
+        timeout_s = self._config.deadlines.publish_s
+        await self._stages.on_device(lambda: sampler.pin(run_id, version), timeout_s, f"run {run_id}: pin version {version}")
+        self._task = self._spawn(partial(self._evaluate, version))
+
+    async def finish(self) -> None:
+        """Wait for the evaluation that is under way, if there is one. Bounded by its episodes' deadlines."""
+        if self._task is not None and not self._task.done():
+            with self._stages.spans.span("learner", "evaluation", self._config.name, is_wait=True):
+                await asyncio.wait((self._task,))
+
+    def release(self) -> None:
+        """Give the pinned version back. Idempotent."""
+        if self._pinned is not None:
+            version, self._pinned = self._pinned, None
+            self._stages.soon_on_device(lambda: self._stages.sampler.unpin(self._config.name, version))
+
+    async def _evaluate(self, version: int) -> None:
+        run_id, stages = self._config.name, self._stages
+        try:
+            result = await stages.pool.evaluate(self._rules, self._held_out, version=version)
+            row = store.EvaluationRow(version, result.accuracy, result.mean_reward, len(self._held_out), result.num_failed)
+            now_s = stages.clock.wall()
+            await stages.buffer.transaction(lambda connection: store.add_evaluation(connection, run_id, row, now_s))
+            self.accuracy[version] = result.accuracy
+        finally:
+            self.release()
