@@ -171,6 +171,9 @@ class ServerConfig(_Config):
     max_stall_ms: int = Field(2000, ge=1, description="longest a learner dispatch should hold up decoding on a shared device; 250 suits accelerators")
     max_episodes: int = Field(256, ge=1, description="episodes played at once by the actors of this process")
     sampler_share: float = Field(0.5, gt=0, lt=1, description="device share of the sampler when both stages want a shared device")
+    dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        "auto", description="of base matrices; auto: bfloat16 on accelerators and on CPUs with amx_bf16 under JAX 0.12, else float32"
+    )
     warm_up: bool = Field(True, description="compile every program at start, so that no request waits for the compiler later")
     keep_versions: int = Field(2, ge=1, description="newest committed versions of a run kept on disk, beside those that wait for their evaluation")
     drain_s: float = Field(60, gt=0, description="orderly stop of the server: seconds for its runs, then its actors, then the device")

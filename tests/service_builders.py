@@ -99,7 +99,7 @@ def server_config(state_dir: Path, **changes):
         base="tiny",
         sampler=SamplerConfig(**({"num_lanes": 32, "num_pages": 256, "max_context": 128} | changes.pop("sampler", {}))),
         learner=LearnerConfig(**({"max_positions": 256, "num_slots": 4, "max_rank": 8} | changes.pop("learner", {}))),
-        **({"warm_up": False} | changes),
+        **({"warm_up": False, "dtype": "float32"} | changes),
     )
 
 

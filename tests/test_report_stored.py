@@ -26,7 +26,7 @@ def write_state(folder: Path, *, names: tuple[str, ...] = ("largest", "addition"
             life.register_run(connection, life.Cursor(name, 0, 4096, 8, 3, 0, 0, 0))
             for version in range(num_steps + 1):
                 metrics = {"reward_mean": version / 10, "num_entries": 480.0, "staleness_max": 1.0} if version else {}
-                store.add_version(connection, AdapterVersion(name, version, 7, f"{name}/{version}"), metrics, 200.0 + version)
+                store.add_version(connection, AdapterVersion(name, version, 7, 8, f"{name}/{version}"), metrics, 200.0 + version)
             store.add_evaluation(connection, name, store.EvaluationRow(0, 0.25, 0.3, 64, 0), 200.0)
         store.set_status(connection, names[0], store.FAILED, "run_failed: ten groups in a row failed")
     engine.dispose()

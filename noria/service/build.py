@@ -8,6 +8,7 @@ One process, one base, one device: SQLite for state and buffer, sampler and lear
 """
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import final
 
 import jax
+import jax.numpy as jnp
 from sqlalchemy import Connection, Engine
 
 from noria.actors.pool import ActorPool
@@ -29,9 +31,9 @@ from noria.envs.builtin import BUILTIN
 from noria.errors import ConfigError, StateConflictError
 from noria.learner.learner import Learner
 from noria.model.lora import initial_state
-from noria.model.placement import place
+from noria.model.placement import base_dtype, place
 from noria.model.weights import LoadedBase, load_base
-from noria.observe import SpanRecorder
+from noria.observe import SpanRecorder, log_event
 from noria.protocols import EnvironmentFactory
 from noria.rl.packing import microbatch_shape
 from noria.sampler.engine import SamplerEngine
@@ -43,6 +45,8 @@ from noria.service.loop import Circle
 from noria.service.publish import PROBE_TOKENS, Publisher
 from noria.service.runs import ActiveRun, RunProgress
 from noria.service.stages import Stages, TenantWeights
+
+log = logging.getLogger(__name__)
 
 PROBE_TEXT = "The wheel does not wait for a bucket, and no bucket is lost."
 """Prompt of the probe after each publish (see service/publish.py)."""
@@ -82,8 +86,8 @@ class Server:
         """Start a run, or bring it up again. folder: where the run file's relative paths start. environment: instead of the file's.
 
         A run that is refused leaves nothing behind, and one that existed stays as it was.
-        Raises ConfigError (the file, or a run too large for this server), EnvironmentFailedError, StateConflictError (it exists and `resume` is
-        False, or exists with another configuration), and what `ActiveRun.start` raises.
+        Raises ConfigError (the file, or a run too large for this server), EnvironmentFailedError, DeadlineExceededError (it hangs),
+        StateConflictError (it exists and `resume` is False, or exists with another configuration), and what `ActiveRun.start` raises.
         """
         _check_fits(config, self.config)
         stages = self._circle.stages
@@ -138,7 +142,9 @@ async def open_server(config: ServerConfig) -> AsyncIterator[Server]:
 def _build(config: ServerConfig, base: LoadedBase, database: Engine, adapters_dir: Path) -> tuple[Circle, SpanRecorder, RealClock]:
     clock = RealClock()
     spans = SpanRecorder(clock)
-    params = place(base.params)
+    dtype = base_dtype() if config.dtype == "auto" else config.dtype
+    log_event(log, logging.INFO, "base placed", base=config.base, dtype=dtype, backend=jax.default_backend(), jax=jax.__version__)
+    params = place(base.params, jnp.dtype(dtype))
     wakers: list[SharedDevice] = []
 
     def wake() -> None:
@@ -159,7 +165,7 @@ def _build(config: ServerConfig, base: LoadedBase, database: Engine, adapters_di
         learner=learner,
         sampler=sampler,
         device=device,
-        publisher=Publisher(sampler, learner, device, clock=clock, spans=spans, probe_ids=probe_ids),
+        publisher=Publisher(sampler, learner, device, clock=clock, spans=spans, probe_ids=probe_ids, dtype=dtype),
         buffer=buffer,
         pool=ActorPool(sampler, base.tokenizer, clock, spans, max_episodes=config.max_episodes),
         files=VersionFiles(adapters_dir),

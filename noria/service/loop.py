@@ -20,6 +20,7 @@ import asyncio
 import logging
 from typing import final
 
+from noria.actors.watchdog import LoopWatchdog
 from noria.errors import StageStoppedError, StateConflictError
 from noria.observe import log_event
 from noria.service.runs import ActiveRun
@@ -36,9 +37,11 @@ class Circle:
         self.stages = stages
         self.runs: dict[str, ActiveRun] = {}
         self._loop = asyncio.get_running_loop()
+        self._watchdog: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Start the device thread."""
+        """Start the device thread, and the watchdog of this event loop."""
+        self._watchdog = self._loop.create_task(LoopWatchdog(self.stages.clock).run())
 
         def on_failure(name: str, error: BaseException) -> None:
             self._loop.call_soon_threadsafe(self._stage_failed, name, error)
@@ -69,6 +72,8 @@ class Circle:
 
         drain_s: for each of the three. Every part is stopped, whatever becomes of the ones before it, and then their failures are raised.
         """
+        if self._watchdog is not None:
+            self._watchdog.cancel()
         try:
             await self._stop_runs(drain_s)
         finally:

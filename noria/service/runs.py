@@ -37,7 +37,7 @@ from noria.learner.learner import RunSpec, StepResult
 from noria.model.lora import AdapterState, checksum
 from noria.observe import log_event
 from noria.protocols import Lease
-from noria.rl.staleness import form_batch
+from noria.rl.staleness import beyond_bound, form_batch
 from noria.service import store
 from noria.service.batch import Batch, prepare, step_metrics
 from noria.service.evaluations import Evaluations, Work
@@ -294,12 +294,10 @@ class ActiveRun:
         while True:
             seen = self._generation
             waiting = await self._stages.buffer.outstanding(self.run_id)
-            chosen = form_batch(
-                waiting,
-                version=self.progress.version,
-                max_staleness=self._algorithm.max_staleness,
-                groups_per_batch=self._algorithm.groups_per_batch,
-            )
+            rule = {"version": self.progress.version, "max_staleness": self._algorithm.max_staleness}
+            for group_id in beyond_bound(waiting, **rule):  # never by these rules; it would hold its place for ever
+                await self._give_up(group_id, "stale", "its oldest token is beyond max_staleness")
+            chosen = form_batch(waiting, **rule, groups_per_batch=self._algorithm.groups_per_batch)
             if chosen is not None:
                 return await self._stages.buffer.lease(self.run_id, chosen)
             with self._stages.spans.span("learner", "batch", self.run_id, is_wait=True):
@@ -434,6 +432,7 @@ class ActiveRun:
         self._stages.learner.unload_run(self.run_id)
         self._stages.soon_on_device(lambda: self._stages.sampler.retire(self.run_id))
         self._stages.weights.leave(self.run_id)
+        self._stages.pool.forget(self.run_id)
 
     async def _durably(self, work: Coroutine[Any, Any, T]) -> T:
         """The result of `work`, which is finished even if its caller is cancelled; the run's end waits for it."""
