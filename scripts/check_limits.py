@@ -17,7 +17,7 @@ MAX_POSITIONAL_ARGUMENTS: Final = 5
 MUTABLE_CALLS: Final = frozenset({"list", "dict", "set", "bytearray", "defaultdict", "deque", "Counter", "OrderedDict"})
 
 _FOLDERS: Final = "|".join(("home", "root", "opt", "work", "tmp", "Users", "mnt", "srv"))
-_HOSTS: Final = "|".join(("pypi" + r"\.org", "pythonhosted" + r"\.org", "index" + "-url", "find" + "-links"))
+_HOSTS: Final = "|".join((r"https?://[^\s\"')]+/(?:simple|packages)\b", "index" + "-url", "find" + "-links"))
 LOCAL_PATH: Final = re.compile(rf"(?<![\w.~$}}/-])/(?:{_FOLDERS})/\w|(?:{_HOSTS})")
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
