@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from learner_builders import drain, nonzero_state, pieces_of, random_groups, spec, tiny
 
 from noria.clock import RealClock
@@ -24,6 +25,7 @@ def step_on(base):
     return scored.result(0), trained.result(0)
 
 
+@pytest.mark.slow
 def test_a_bfloat16_base_trains_a_float32_adapter_close_to_a_float32_base():
     exact, rounded = step_on(tiny()[1]), step_on(place(load_base("tiny").params, jnp.bfloat16))
     assert 0 < np.abs(exact[0] - rounded[0]).mean() < 5e-2

@@ -70,6 +70,7 @@ def test_five_publishes_at_learning_rate_zero_change_no_bit_of_what_is_sampled()
             assert (scored(learner, asked, now) == learned).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "tolerance"), [(jnp.float32, 1e-5), (jnp.bfloat16, 5e-2)])
 def test_two_hundred_steps_at_the_smallest_rate_reach_the_sampler(dtype, tolerance):
     """Case 49: each step moves a weight by less than the grid of bfloat16 there; whatever the base's dtype, none is lost on any side."""

@@ -61,6 +61,7 @@ def test_two_pending_versions_are_evaluated_after_a_restart(tmp_path):
     assert evaluated(asyncio.run(second())) == [0, 2, 4]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("num_slots", "version"), [(8, 2), (3, 0)])
 def test_evaluations_slower_than_steps_hold_up_their_own_run_and_fail_none(tmp_path, num_slots, version):
     """With 3 slots there is none for a second version of any run: the publish itself waits for the evaluation, beyond its own deadline."""
