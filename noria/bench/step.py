@@ -55,7 +55,7 @@ def _train(loaded: LoadedBase, base: BaseParams, positions: int) -> dict[str, An
     """One microbatch of four causal sequences with an entry on every other position."""
     config, num_slots = loaded.config, 4
     length = positions // 4
-    pieces = tuple(PlannedPiece("run", slot, 0, _sequence(length, seed=slot)) for slot in range(num_slots))
+    pieces = tuple(PlannedPiece("run", slot, 0, _sequence(length, config.vocab_size, seed=slot)) for slot in range(num_slots))
     microbatch = pack(MicrobatchPlan(microbatch_shape(positions), pieces))
     arrays, state = to_device(microbatch), empty_state(config, num_slots, RANK)
     scale_A, table, inputs = jnp.ones(num_slots), loss_table({}, num_slots), loss_inputs(microbatch)
@@ -81,11 +81,11 @@ def _train(loaded: LoadedBase, base: BaseParams, positions: int) -> dict[str, An
     return {"positions": positions, "seconds": ratio.seconds, "positions_per_s": positions / ratio.seconds, "fraction_of_matmuls": ratio.fraction}
 
 
-def _sequence(length: int, seed: int) -> Piece:
+def _sequence(length: int, vocab_size: int, seed: int) -> Piece:
     rng = np.random.default_rng(seed)
     predict_from = np.arange(0, length - 1, 2, dtype=np.int32)
     count = len(predict_from)
-    ids = rng.integers(0, 1000, length).astype(np.int32)
+    ids = rng.integers(0, vocab_size, length).astype(np.int32)
     ones, ints = np.ones(count, np.float32), np.zeros(count, np.int32)
     entries = Entries(predict_from, ids[predict_from + 1], ones, -ones, ones, ones, ints, ints)
     return Piece(ids, np.arange(length, dtype=np.int32), np.full(length, length, np.int32), entries)
