@@ -8,17 +8,20 @@ The pull is our own reverse scan over layers: it recomputes what score did not k
 updated in place. The gradient is taken with respect to the adapters *gathered per tile* and then added tile by tile, in the order of the tiles:
 a slot's sum depends on its own run's order only, whatever its neighbours (design section 6).
 
+A microbatch may be a chunk of a tree too long for one pass (learner/replay.py): then it also reads the keys and values of the path before it, hands
+its own out, and its pull adds what it owes the path to the path's gradient. Without a path nothing of that exists in the program.
+
     L layer   A adapter slot   R tile (row of C = 64 positions)   T = R * C position   M entry   D model   N, K, H heads   V vocabulary
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 
-from noria.model.attention import Pairs, attend_backward, attend_forward
+from noria.model.attention import Pairs, Path, PathLayer, attend_backward, attend_forward, path_backward
 from noria.model.config import ModelConfig
 from noria.model.lora import AdapterTree, RowAdapters, gather_rows
 from noria.model.transformer import (
@@ -70,6 +73,10 @@ class Residuals(NamedTuple):
     h_TD: jax.Array
 
 
+KeysValues: TypeAlias = tuple[jax.Array, jax.Array]
+"""Keys and values, or their gradients: of a chunk [L, T, K, H] each, of a path [L, S, K, 64, H] each."""
+
+
 def to_device(microbatch: Microbatch) -> Arrays:
     """The microbatch's arrays as the jitted functions take them."""
     entries = microbatch.entries
@@ -97,18 +104,36 @@ def loss_inputs(microbatch: Microbatch) -> LossInputs:
 @partial(jax.jit, static_argnames=("config",))
 def score(params: Mapping[str, Any], slots: AdapterTree, scale_A: jax.Array, arrays: Arrays, config: ModelConfig) -> tuple[TokenOutputs, Residuals]:
     """Forward pass of a microbatch. params: stacked base weights; slots: leaves [L, A, ...]; static: config."""
+    outputs, residuals, _ = _forward(params, slots, scale_A, arrays, config, None)
+    return outputs, residuals
+
+
+@partial(jax.jit, static_argnames=("config",))
+def score_chunk(
+    params: Mapping[str, Any], slots: AdapterTree, scale_A: jax.Array, arrays: Arrays, path: Path, config: ModelConfig
+) -> tuple[TokenOutputs, Residuals, KeysValues]:
+    """Forward pass of a chunk after `path`, with the chunk's own keys and values."""
+    outputs, residuals, keys_values = _forward(params, slots, scale_A, arrays, config, path)
+    assert keys_values is not None
+    return outputs, residuals, keys_values
+
+
+def _forward(
+    params: Mapping[str, Any], slots: AdapterTree, scale_A: jax.Array, arrays: Arrays, config: ModelConfig, path: Path | None
+) -> tuple[TokenOutputs, Residuals, KeysValues | None]:
     angles = rotary_angles(config, arrays.depth_RC)
 
-    def layer(x_RCD: jax.Array, scanned: tuple[Weights, AdapterTree]) -> tuple[jax.Array, tuple[jax.Array, jax.Array, jax.Array]]:
-        weights, slots_of_layer = scanned
+    def layer(x_RCD: jax.Array, scanned: tuple[jax.Array, Weights, AdapterTree]) -> tuple[jax.Array, Any]:
+        index, weights, slots_of_layer = scanned
         adapters = gather_rows(slots_of_layer, scale_A, arrays.slot_R)
         q, k, v = (_flat(a) for a in before_attention(weights, adapters, x_RCD, angles, config))
-        out, lse = attend_forward(q, k, v, arrays.pairs, arrays.end_T)
-        return after_attention(weights, adapters, x_RCD, _rows(out), config), (x_RCD, out, lse)
+        out, lse = attend_forward(q, k, v, arrays.pairs, arrays.end_T, None if path is None else PathLayer(path, index))
+        return after_attention(weights, adapters, x_RCD, _rows(out), config), ((x_RCD, out, lse), None if path is None else (k, v))
 
-    x_RCD, (x_LRCD, out_LTNH, lse_LTN) = jax.lax.scan(layer, embed(params, arrays.ids_RC), (params["layers"], slots))
+    scanned = (jnp.arange(config.num_layers), params["layers"], slots)
+    x_RCD, ((x_LRCD, out_LTNH, lse_LTN), keys_values) = jax.lax.scan(layer, embed(params, arrays.ids_RC), scanned)
     h_TD = _flat(x_RCD)
-    return _head_outputs(params, h_TD, arrays, config), Residuals(x_LRCD, out_LTNH, lse_LTN, h_TD)
+    return _head_outputs(params, h_TD, arrays, config), Residuals(x_LRCD, out_LTNH, lse_LTN, h_TD), keys_values
 
 
 @jax.jit
@@ -130,23 +155,114 @@ def pull(
     config: ModelConfig,
 ) -> AdapterTree:
     """Add the gradient of sum(cotangent_M * learner_logprobs_M) to the accumulators (leaves [L, A, ...], donated) and return them."""
+    accumulators, _ = _backward(
+        params, slots, scale_A, arrays, residuals, cotangent_M=cotangent_M, sums=(accumulators, None), path=None, config=config
+    )
+    return accumulators
+
+
+@partial(jax.jit, static_argnames=("config",), donate_argnames=("accumulators", "path_gradient"))
+def pull_chunk(
+    params: Mapping[str, Any],
+    slots: AdapterTree,
+    scale_A: jax.Array,
+    arrays: Arrays,
+    residuals: Residuals,
+    *,
+    cotangent_M: jax.Array,
+    accumulators: AdapterTree,
+    path: Path,
+    path_gradient: KeysValues,
+    config: ModelConfig,
+) -> tuple[AdapterTree, KeysValues]:
+    """As `pull`, for a chunk after `path`. path_gradient (donated) holds at the chunk's own blocks, those after the path's, what its descendants owe
+    its keys and values, or zeros; returned with what this chunk owes the path's blocks. Its own blocks stay as they are: see `clear_path`."""
+    sums = (accumulators, path_gradient)
+    accumulators, gradient = _backward(params, slots, scale_A, arrays, residuals, cotangent_M=cotangent_M, sums=sums, path=path, config=config)
+    assert gradient is not None
+    return accumulators, gradient
+
+
+def _backward(
+    params: Mapping[str, Any],
+    slots: AdapterTree,
+    scale_A: jax.Array,
+    arrays: Arrays,
+    residuals: Residuals,
+    *,
+    cotangent_M: jax.Array,
+    sums: tuple[AdapterTree, KeysValues | None],
+    path: Path | None,
+    config: ModelConfig,
+) -> tuple[AdapterTree, KeysValues | None]:
+    """The reverse scan over layers. Its carry holds what is accumulated, so that it is updated in place: as inputs and outputs of a scan, or by a
+    plain vjp over the path's keys and values, a second copy would live."""
     angles = rotary_angles(config, arrays.depth_RC)
     d_x_RCD = _rows(_head_pull(params, residuals.h_TD, arrays, cotangent_M, config))
 
-    def layer(
-        carry: tuple[jax.Array, AdapterTree], scanned: tuple[jax.Array, Weights, AdapterTree, jax.Array, jax.Array, jax.Array]
-    ) -> tuple[tuple[jax.Array, AdapterTree], None]:
-        d_x, sums = carry
+    def layer(carry: Any, scanned: tuple[jax.Array, Weights, AdapterTree, jax.Array, jax.Array, jax.Array]) -> tuple[Any, None]:
+        d_x, totals, path_sums = carry
         index, weights, slots_of_layer, x, out, lse = scanned
         adapters = gather_rows(slots_of_layer, scale_A, arrays.slot_R)
-        d_x, gradient = _layer_pull(weights, adapters, (x, out, lse), d_x, angles=angles, arrays=arrays, config=config)
-        sums = jax.tree.map(lambda total, part_R: _add_rows(total, index, arrays.slot_R, part_R), sums, gradient)
-        return (d_x, sums), None
+
+        def attention_pull(qkv: tuple[jax.Array, jax.Array, jax.Array], d_out: jax.Array) -> tuple[Any, KeysValues | None]:
+            d_qkv = attend_backward((*qkv, arrays.pairs, arrays.end_T), out, lse, d_out, None)
+            if path is None or path_sums is None:
+                return d_qkv, None
+            return _path_pull(qkv[0], d_qkv, (out, lse), d_out, before=PathLayer(path, index), sums=path_sums)
+
+        d_x, gradient, path_sums = _layer_pull(weights, adapters, (x, out), d_x, angles=angles, attention_pull=attention_pull, config=config)
+        totals = jax.tree.map(lambda total, part_R: _add_rows(total, index, arrays.slot_R, part_R), totals, gradient)
+        return (d_x, totals, path_sums), None
 
     layers = jnp.arange(config.num_layers)
     scanned = (layers, params["layers"], slots, residuals.x_LRCD, residuals.out_LTNH, residuals.lse_LTN)
-    (_, accumulators), _ = jax.lax.scan(layer, (d_x_RCD, accumulators), scanned, reverse=True)
-    return accumulators
+    (_, accumulators, path_gradient), _ = jax.lax.scan(layer, (d_x_RCD, *sums), scanned, reverse=True)
+    return accumulators, path_gradient
+
+
+def _path_pull(
+    q: jax.Array,
+    d_qkv: tuple[jax.Array, jax.Array, jax.Array],
+    outputs: tuple[jax.Array, jax.Array],
+    d_out: jax.Array,
+    *,
+    before: PathLayer,
+    sums: KeysValues,
+) -> tuple[tuple[jax.Array, jax.Array, jax.Array], KeysValues]:
+    """A chunk's exchange with its path in one layer: it reads what its descendants left at its own blocks, and leaves what it owes the path's."""
+    d_q, d_k, d_v = d_qkv
+    d_q_path, sums = path_backward(q, before, outputs, d_out, sums)
+    return (d_q + d_q_path, d_k + _own(sums[0], before, d_k.shape[0]), d_v + _own(sums[1], before, d_v.shape[0])), sums
+
+
+def _own(sums_LSKCH: jax.Array, before: PathLayer, length: int) -> jax.Array:
+    """The gradient at the chunk's own blocks as [T, K, H]. Read, and not replaced by zeros at once: XLA would copy the whole buffer to do both."""
+    where = (before.layer, before.path.num_blocks, 0, 0, 0)
+    own = jax.lax.dynamic_slice(sums_LSKCH, where, (1, length // TILE, *sums_LSKCH.shape[2:]))
+    return own[0].swapaxes(1, 2).reshape(length, sums_LSKCH.shape[2], -1)
+
+
+@partial(jax.jit, static_argnames=("num_blocks",), donate_argnames=("path_gradient",))
+def clear_path(path_gradient: KeysValues, first_block: jax.Array, num_blocks: int) -> KeysValues:
+    """The path's gradient (donated) with zeros from first_block on: a chunk that was pulled leaves the path."""
+    empty = jnp.zeros((path_gradient[0].shape[0], num_blocks, *path_gradient[0].shape[2:]))
+    keys, values = (jax.lax.dynamic_update_slice(sums, empty, (0, first_block, 0, 0, 0)) for sums in path_gradient)
+    return keys, values
+
+
+@partial(jax.jit, donate_argnames=("path",))
+def extend_path(path: Path, keys_values: KeysValues, is_real_T: jax.Array) -> Path:
+    """The path (donated) with a chunk's keys and values written behind it. num_blocks stays: the caller says how long the path is that it reads."""
+    k, v = (_write_blocks(old, new, path.num_blocks) for old, new in zip(path[:2], keys_values, strict=True))
+    is_real = jax.lax.dynamic_update_slice(path.is_real_SC, is_real_T.reshape(-1, TILE), (path.num_blocks, 0))
+    return Path(k, v, is_real, path.num_blocks)
+
+
+def _write_blocks(path_LSKCH: jax.Array, chunk_LTKH: jax.Array, first_block: jax.Array) -> jax.Array:
+    layers, length, heads, size = chunk_LTKH.shape
+    blocks = chunk_LTKH.reshape(layers, length // TILE, TILE, heads, size).swapaxes(2, 3)
+    return jax.lax.dynamic_update_slice(path_LSKCH, blocks, (0, first_block, 0, 0, 0))
 
 
 def _add_rows(total_LA: jax.Array, layer: jax.Array, slot_R: jax.Array, part_R: jax.Array) -> jax.Array:
@@ -157,15 +273,16 @@ def _add_rows(total_LA: jax.Array, layer: jax.Array, slot_R: jax.Array, part_R: 
 def _layer_pull(
     weights: Weights,
     adapters: RowAdapters,
-    saved: tuple[jax.Array, jax.Array, jax.Array],
+    saved: tuple[jax.Array, jax.Array],
     d_y_RCD: jax.Array,
     *,
     angles: Angles,
-    arrays: Arrays,
+    attention_pull: Callable[[tuple[jax.Array, jax.Array, jax.Array], jax.Array], tuple[Any, KeysValues | None]],
     config: ModelConfig,
-) -> tuple[jax.Array, AdapterTree]:
-    """Cotangent of a layer's input, and the gradient of its gathered adapters (leaves [R, ...]), from the cotangent of its output."""
-    x, out, lse = saved
+) -> tuple[jax.Array, AdapterTree, KeysValues | None]:
+    """Cotangent of a layer's input, the gradient of its gathered adapters (leaves [R, ...]), and what attention_pull made of the path's gradient,
+    from the cotangent of the layer's output. attention_pull: (q, k, v), d_out -> (their cotangents, path gradient)."""
+    x, out = saved
 
     def before(x: jax.Array, a: Mapping[str, jax.Array], b: Mapping[str, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
         return before_attention(weights, RowAdapters(a, b, adapters.scale_R), x, angles, config)
@@ -175,9 +292,8 @@ def _layer_pull(
 
     _, pull_after = jax.vjp(after, x, _rows(out), adapters.a, adapters.b)
     d_x, d_out, a_after, b_after = pull_after(d_y_RCD)
-    qkv, pull_before = jax.vjp(before, x, adapters.a, adapters.b)
-    q, k, v = (_flat(part) for part in qkv)
-    d_qkv = attend_backward((q, k, v, arrays.pairs, arrays.end_T), out, lse, _flat(d_out), None)
+    (q, k, v), pull_before = jax.vjp(before, x, adapters.a, adapters.b)
+    d_qkv, path_gradient = attention_pull((_flat(q), _flat(k), _flat(v)), _flat(d_out))
     d_q, d_k, d_v = (_rows(part) for part in d_qkv)
     d_x_before, a_before, b_before = pull_before((d_q, d_k, d_v))
     early = ("q", "k", "v")
@@ -185,7 +301,7 @@ def _layer_pull(
         "a": {m: (a_before if m in early else a_after)[m] for m in adapters.a},
         "b": {m: (b_before if m in early else b_after)[m] for m in adapters.b},
     }
-    return d_x + d_x_before, gradient
+    return d_x + d_x_before, gradient, path_gradient
 
 
 def _head_outputs(params: Mapping[str, Any], h_TD: jax.Array, arrays: Arrays, config: ModelConfig) -> TokenOutputs:

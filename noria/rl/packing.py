@@ -140,7 +140,7 @@ def _piece(tree: TokenTree, last_position_U: IntArray, chosen_M: npt.NDArray[np.
     while (node := int(tree.node_parent_N[node])) >= 0:
         stretches.append(np.arange(tree.node_start_N[node], tree.node_stop_N[node]))
     old_T = np.concatenate(stretches[::-1])
-    chosen = _take(tree.entries, chosen_M)
+    chosen = take_entries(tree.entries, chosen_M)
     return Piece(
         ids_T=tree.ids_T[old_T],
         depth_T=tree.depth_T[old_T],
@@ -281,5 +281,5 @@ def _padding_entries(num_entries: int) -> Entries:
     )
 
 
-def _take(entries: Entries, index_M: npt.NDArray[np.integer]) -> Entries:
+def take_entries(entries: Entries, index_M: npt.NDArray[np.integer]) -> Entries:
     return Entries(**{f.name: getattr(entries, f.name)[index_M] for f in fields(Entries)})

@@ -1,0 +1,219 @@
+"""Chunks: a token tree that fits in no microbatch, as a walk over parts that do.
+
+        enter the root ──▶ enter a node ──▶ pull a chunk of small subtrees ──▶ ... ──▶ pull the node ──▶ pull the root
+
+Depth first. On the way down a node's chunks are entered: forward, and only their keys and values stay, as a stretch of the path. At the leaves, and
+for whole subtrees that fit in one chunk together, a chunk is pulled at once. On the way up a node's chunks are pulled, last first, with what their
+descendants owe their keys and values. What is alive at any time is one path and one chunk, so the number of branches does not appear in it.
+
+The last position of a node that branches is not part of the path: every chunk below it begins with its own copy. It predicts the first token of
+every branch, so an episode's entries stand together in one chunk wherever its turns do. Positions are repeated, entries never.
+
+Pure NumPy. Deliberately knows nothing of devices: `learner/replay.py` walks.
+
+    T position   M entry   N node   E episode   block = tile = 64 positions
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from noria.rl.packing import take_entries
+from noria.types import TILE, IntArray, Piece, TokenTree
+
+Positions: TypeAlias = npt.NDArray[np.integer]
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A part of a tree: its positions as a piece, after a path of `first_block` blocks. entry_M: which of the tree's entries its entries are."""
+
+    piece: Piece
+    first_block: int
+    entry_M: Positions
+
+
+@dataclass(frozen=True, slots=True)
+class Visit:
+    """One stop of the walk. enter: forward, keys and values become part of the path. pull: forward and backward."""
+
+    action: Literal["enter", "pull"]
+    chunk: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayPlan:
+    """The walk over a tree. chunks in depth-first order; each is pulled once, after all chunks below it. num_blocks: of the longest path, with the
+    chunk at its end. is_scope_whole: all entries of every episode stand in one chunk, so that a loss over episodes needs no chunk but its own.
+    """
+
+    chunks: tuple[Chunk, ...]
+    visits: tuple[Visit, ...]
+    num_blocks: int
+    is_scope_whole: bool
+
+    @property
+    def num_positions(self) -> int:
+        """Positions of all chunks, repeated ones included."""
+        return sum(len(chunk.piece.ids_T) for chunk in self.chunks)
+
+
+@dataclass(frozen=True, slots=True)
+class _Stretch:
+    """Positions of one chunk, ascending, the first num_heads of them (0 or 1) copies; the block of the path at which it stands; and the range
+    [start, stop) of the layout that lies in it or below it."""
+
+    position_T: Positions
+    num_heads: int
+    first_block: int
+    reach: tuple[int, int]
+
+
+def plan_replay(tree: TokenTree, max_positions: int) -> ReplayPlan:
+    """The walk over `tree` with chunks of at most `max_positions` positions (a multiple of 64, at least 128). Depends on nothing else."""
+    assert max_positions % TILE == 0
+    assert max_positions >= 2 * TILE
+    stretches: list[_Stretch] = []
+    visits: list[Visit] = []
+    for action, stretch in _walk(tree, max_positions):
+        if isinstance(stretch, _Stretch):
+            stretches.append(stretch)
+            visits.append(Visit(action, len(stretches) - 1))
+        else:
+            visits.append(Visit(action, stretch))
+    owner_M = _owners(tree, stretches)
+    order = np.argsort(owner_M, kind="stable")
+    entries_of = np.split(order, np.searchsorted(owner_M[order], np.arange(1, len(stretches))))
+    chunks = tuple(_chunk(tree, stretch, entry_M) for stretch, entry_M in zip(stretches, entries_of, strict=True))
+    num_blocks = max((c.first_block + c.piece.num_tiles for c in chunks), default=0)
+    episode_M = tree.entries.episode_M
+    num_pairs = len(np.unique(np.stack((episode_M, owner_M)), axis=1).T)  # (episode, chunk)
+    return ReplayPlan(chunks, tuple(visits), num_blocks, is_scope_whole=num_pairs == len(np.unique(episode_M)))
+
+
+Step: TypeAlias = tuple[Literal["enter", "pull"], "_Stretch | int"]
+"""A visit with its new stretch, or with the index of one that was entered."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Below:
+    """A sequence of sibling nodes still to be walked. head: the position above them that each of their chunks repeats, none above a root."""
+
+    nodes: Sequence[int]
+    head: tuple[int, ...]
+    first_block: int
+
+
+def _walk(tree: TokenTree, max_positions: int) -> Iterator[Step]:
+    """The visits in order. An explicit stack: conversations nest as deeply as they have turns."""
+    children_N = _children(tree)
+    num_stretches = 0
+    waiting: list[_Below | list[int]] = [_Below(children_N[-1], (), 0)]
+    while waiting:
+        item = waiting.pop()
+        if isinstance(item, list):  # a node is left: its chunks, last first
+            yield from (("pull", index) for index in reversed(item))
+            continue
+        together, rest = _first_group(tree, item, max_positions)
+        if rest.nodes:
+            waiting.append(rest)
+        if together is not None:
+            yield "pull", together
+            num_stretches += 1
+            continue
+        own, below = _own_stretches(tree, item, children_N[item.nodes[0]], max_positions)
+        entered = list(range(num_stretches, num_stretches + len(own)))
+        num_stretches += len(own)
+        if not below.nodes:  # the end of a leaf is pulled at once
+            entered.pop()
+        for number, stretch in enumerate(own):
+            yield ("enter" if number < len(entered) else "pull"), stretch
+        waiting += [entered, below] if below.nodes else [entered]
+
+
+def _children(tree: TokenTree) -> list[list[int]]:
+    """Children of each node in layout order; of the roots at index -1."""
+    children_N: list[list[int]] = [[] for _ in range(len(tree.node_parent_N) + 1)]
+    for node, parent in enumerate(tree.node_parent_N.tolist()):
+        children_N[parent].append(node)
+    return children_N
+
+
+def _subtree(tree: TokenTree, node: int) -> tuple[int, int]:
+    """The layout's range [start, stop) of a node and all below it."""
+    start = int(tree.node_start_N[node])
+    return start, int(tree.end_T[start])
+
+
+def _first_group(tree: TokenTree, below: _Below, max_positions: int) -> tuple[_Stretch | None, _Below]:
+    """As many of the first siblings' whole subtrees as fit in one chunk with the head; None if not even the first one does. And what is left."""
+    room, count = max_positions - len(below.head), 0
+    for node in below.nodes:
+        start, stop = _subtree(tree, node)
+        if stop - start > room:
+            break
+        room -= stop - start
+        count += 1
+    rest = _Below(below.nodes[max(count, 1) :], below.head, below.first_block)
+    if not count:
+        return None, rest
+    reach = _subtree(tree, below.nodes[0])[0], _subtree(tree, below.nodes[count - 1])[1]
+    return _Stretch(_join(below.head, *reach), len(below.head), below.first_block, reach), rest
+
+
+def _own_stretches(tree: TokenTree, item: _Below, children: Sequence[int], max_positions: int) -> tuple[list[_Stretch], _Below]:
+    """The stretches that the first sibling adds to the path, and what is below it."""
+    node = item.nodes[0]
+    start, stop = int(tree.node_start_N[node]), int(tree.node_stop_N[node])
+    reach = _subtree(tree, node)
+    own = _join(item.head, start, stop - bool(children))
+    parts = [own[first : first + max_positions] for first in range(0, len(own), max_positions)]
+    stretches: list[_Stretch] = []
+    block = item.first_block
+    for number, part in enumerate(parts):
+        stretches.append(_Stretch(part, len(item.head) if number == 0 else 0, block, reach))
+        block += -(-len(part) // TILE)
+    return stretches, _Below(children, (stop - 1,), block)
+
+
+def _join(head: tuple[int, ...], start: int, stop: int) -> Positions:
+    return np.concatenate((np.array(head, np.int64), np.arange(start, stop)))
+
+
+def _owners(tree: TokenTree, stretches: Sequence[_Stretch]) -> Positions:
+    """The chunk of each entry. One on a copied position goes where its episode goes on, or, if it ends there, to the first copy."""
+    entries = tree.entries
+    first_E = np.flatnonzero(np.diff(entries.episode_M, prepend=-1))
+    last_E = np.maximum.reduceat(entries.predict_from_M, first_E)
+    last_M = np.repeat(last_E, np.diff(first_E, append=len(entries)))
+    by_position = np.argsort(entries.predict_from_M, kind="stable")
+    holder_T = np.full(len(tree), -1)
+    for index, stretch in enumerate(stretches):
+        holder_T[stretch.position_T[stretch.num_heads :]] = index
+    owner_M = holder_T[entries.predict_from_M]
+    for index, stretch in enumerate(stretches):
+        if stretch.num_heads:
+            head = int(stretch.position_T[0])
+            first, stop = np.searchsorted(entries.predict_from_M, (head, head + 1), sorter=by_position)
+            at_head = by_position[first:stop]
+            goes_on = (last_M[at_head] >= stretch.reach[0]) & (last_M[at_head] < stretch.reach[1])
+            ends = (last_M[at_head] == head) & (owner_M[at_head] < 0)
+            owner_M[at_head[goes_on | ends]] = index
+    assert (owner_M >= 0).all()
+    return owner_M
+
+
+def _chunk(tree: TokenTree, stretch: _Stretch, entry_M: Positions) -> Chunk:
+    old_T = stretch.position_T
+    chosen = take_entries(tree.entries, entry_M)
+
+    def renumber(position: Positions) -> IntArray:
+        return np.searchsorted(old_T, position).astype(np.int32)
+
+    piece = Piece(
+        tree.ids_T[old_T], tree.depth_T[old_T], renumber(tree.end_T[old_T]), replace(chosen, predict_from_M=renumber(chosen.predict_from_M))
+    )
+    return Chunk(piece, stretch.first_block, entry_M)
