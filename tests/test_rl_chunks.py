@@ -28,11 +28,11 @@ def ancestors(tree, position):
 
 
 @settings(max_examples=60, deadline=None)
-@given(trees(), st.sampled_from([128, 192, 256]))
-def test_each_entry_is_pulled_once_and_sees_its_whole_path(tree, max_positions):
+@given(trees(), st.sampled_from([128, 192, 256]), st.sampled_from(["exact", "stop"]))
+def test_each_entry_is_pulled_once_and_sees_its_whole_path(tree, max_positions, prefix_gradient):
     if not len(tree.entries):
         return
-    plan = plan_replay(tree, max_positions)
+    plan = plan_replay(tree, max_positions, prefix_gradient)
     path = {}  # block -> (ids, depths) of what was entered there
     pulled = set()
     seen_entries = []
@@ -45,6 +45,9 @@ def test_each_entry_is_pulled_once_and_sees_its_whole_path(tree, max_positions):
             path = {block: part for block, part in path.items() if block < chunk.first_block} | {chunk.first_block: piece}
             continue
         pulled.add(visit.chunk)
+        if visit.action == "drop":
+            assert not len(chunk.entry_M)
+            continue
         before = [path[block] for block in sorted(path) if block < chunk.first_block]
         blocks = sum(-(-len(p.ids_T) // TILE) for p in before)
         assert blocks == chunk.first_block
@@ -65,11 +68,11 @@ def test_each_entry_is_pulled_once_and_sees_its_whole_path(tree, max_positions):
 
 
 @settings(max_examples=30, deadline=None)
-@given(trees(), st.sampled_from([128, 256]))
-def test_a_chunk_is_pulled_after_all_that_reads_its_keys(tree, max_positions):
+@given(trees(), st.sampled_from([128, 256]), st.sampled_from(["exact", "stop"]))
+def test_a_chunk_is_pulled_after_all_that_reads_its_keys(tree, max_positions, prefix_gradient):
     if not len(tree.entries):
         return
-    plan = plan_replay(tree, max_positions)
+    plan = plan_replay(tree, max_positions, prefix_gradient)
     entered = []
     for visit in plan.visits:
         if visit.action == "enter":
@@ -88,3 +91,16 @@ def test_single_turn_groups_keep_every_episode_in_one_chunk_however_long_the_pro
     assert any(visit.action == "enter" for visit in plan.visits)
     assert plan.is_scope_whole
     assert plan.num_positions <= len(tree) + len(plan.chunks), "nothing but a head per chunk is repeated"
+
+
+@settings(max_examples=40, deadline=None)
+@given(trees(), st.sampled_from([128, 256]))
+def test_the_constant_prefix_is_what_no_entry_is_predicted_from_or_above_from(tree, max_positions):
+    if not len(tree.entries):
+        return
+    plan = plan_replay(tree, max_positions, "stop")
+    predicts = np.zeros(len(tree), bool)
+    predicts[tree.entries.predict_from_M] = True
+    prefix = {p for p in range(len(tree)) if not predicts[ancestors(tree, p)].any()}
+    dropped = [plan.chunks[v.chunk].piece for v in plan.visits if v.action == "drop"]
+    assert sum(len(piece.ids_T) for piece in dropped) == len(prefix)

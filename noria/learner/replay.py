@@ -3,9 +3,9 @@
         enter   score a chunk, keep only its keys and values: the path grows
         pull    score a chunk, turn its outputs into cotangents, pull: adapters' gradient, and what the chunk owes its path
 
-Alive are the path's keys and values, their gradient, one chunk's activations and the adapters' gradient: no branch but the present one. The loss of an
-entry may need all entries of its episode. Where the plan keeps an episode in one chunk, every chunk is its own loss's scope and the walk is made once;
-else the tree is scored first, chunk by chunk, then the loss sees the whole batch, and the walk only pulls.
+Alive are the path's keys and values, their gradient, one chunk's activations and the adapters' gradient: no branch but the present one. The loss of
+an entry may need all entries of its episode. Where the plan keeps every episode in one chunk, each chunk is its own loss's scope and the walk is made
+once; else the tree is scored first, chunk by chunk, then the loss sees the whole batch, and the walk only pulls.
 
 One `advance` is one visit, so that decoding and other runs' microbatches go between. Deliberately not here: when to use it (`learner/learner.py`).
 
@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, final
 import jax
 import jax.numpy as jnp
 import numpy as np
+import numpy.typing as npt
 
 from noria.learner.step import (
     Arrays,
@@ -108,9 +109,9 @@ class Replay:
             if visit.action == "enter":
                 self._enter(chunk)
                 entered.add(visit.chunk)
-            else:
+            elif visit.action == "pull":
                 self._pull(chunk)
-            if visit.action == "pull" and visit.chunk in entered:
+            if visit.action != "enter" and visit.chunk in entered:
                 self._buffers.gradient = clear_path(self._buffers.gradient, jnp.int32(chunk.first_block), self._shape.num_tiles)
             yield True
 
@@ -124,27 +125,26 @@ class Replay:
                 continue
             chunk = self._plan.chunks[visit.chunk]
             outputs, num_entries = (self._enter if visit.action == "enter" else self._score)(chunk), len(chunk.entry_M)
-            outputs_of[visit.chunk] = TokenOutputs(*(np.asarray(column)[:num_entries] for column in outputs))
+            outputs_of[visit.chunk] = TokenOutputs(outputs.learner_logprobs_M[:num_entries], outputs.entropy_M[:num_entries])
             yield True
-        columns = [np.concatenate([outputs_of[index][c] for index in range(len(entries))])[order] for c in range(2)]
-        inputs = _loss_inputs(entries, order, self._slot)
-        padded = _padded_size(len(order))
-        outputs = TokenOutputs(*(jnp.asarray(np.pad(column, (0, padded - len(order)))) for column in columns))
-        cotangent_M, self.sums = loss_cotangents(outputs, _pad_inputs(inputs, padded), self._table)
+        columns = [np.concatenate([np.asarray(outputs_of[index][c]) for index in range(len(entries))])[order] for c in range(2)]
+        size = _padded_size(len(order))
+        logprobs_M, entropy_M = (jnp.asarray(np.pad(column, (0, size - len(order)))) for column in columns)
+        cotangent_M, self.sums = loss_cotangents(TokenOutputs(logprobs_M, entropy_M), _loss_inputs(entries, order, self._slot, size), self._table)
         self._cotangent_of = np.asarray(cotangent_M)
 
     def _enter(self, chunk: Chunk) -> TokenOutputs:
-        outputs, _, keys_values = self._forward(self._arrays(self._pack(chunk)), chunk)
+        outputs, _, keys_values = self._forward(to_device(self._pack(chunk)), chunk)
         is_real_T = jnp.arange(self._shape.num_positions) < len(chunk.piece.ids_T)
         self._buffers.path = extend_path(self._buffers.at(chunk.first_block), keys_values, is_real_T)
         return outputs
 
     def _score(self, chunk: Chunk) -> TokenOutputs:
-        return self._forward(self._arrays(self._pack(chunk)), chunk)[0]
+        return self._forward(to_device(self._pack(chunk)), chunk)[0]
 
     def _pull(self, chunk: Chunk) -> None:
         microbatch = self._pack(chunk)
-        arrays = self._arrays(microbatch)
+        arrays = to_device(microbatch)
         outputs, residuals, _ = self._forward(arrays, chunk)
         self._accumulators, self._buffers.gradient = pull_chunk(
             *self._model,
@@ -171,25 +171,20 @@ class Replay:
     def _pack(self, chunk: Chunk) -> Microbatch:
         return pack(MicrobatchPlan(self._shape, (PlannedPiece("", self._slot, 0, chunk.piece),)))
 
-    def _arrays(self, microbatch: Microbatch) -> Arrays:
-        return to_device(microbatch)
-
 
 def _padded_size(num_entries: int) -> int:
     """Entries of a whole batch, rounded up to a power of two: a closed set."""
     return max(128, 1 << (num_entries - 1).bit_length())
 
 
-def _loss_inputs(entries: list[Entries], order: IntArray, slot: int) -> LossInputs:
-    """The loss's inputs of the whole batch in the tree's order of entries."""
-    columns = [np.concatenate([getattr(e, name) for e in entries])[order] for name in ("behavior_logprobs_M", "advantage_M", "weight_M")]
-    episode_M = np.unique(np.concatenate([e.episode_M for e in entries])[order], return_inverse=True)[1].astype(np.int32)
-    return LossInputs(*columns, episode_M, np.full(len(order), slot, np.int32))
+def _loss_inputs(entries: list[Entries], order: npt.NDArray[np.integer], slot: int, size: int) -> LossInputs:
+    """The loss's inputs of the whole batch in the tree's order of entries. Padding has weight 0 and an episode of its own, the last index."""
+    missing = size - len(order)
 
+    def column(name: str) -> IntArray | FloatArray:
+        return np.concatenate([getattr(e, name) for e in entries])[order]
 
-def _pad_inputs(inputs: LossInputs, size: int) -> LossInputs:
-    """Padding has weight 0 and an episode of its own, the last index."""
-    missing = size - len(inputs.episode_M)
-    padded = [jnp.asarray(np.pad(column, (0, missing))) for column in inputs]
-    episode_M = np.pad(inputs.episode_M, (0, missing), constant_values=size - 1)
-    return LossInputs(*padded[:3], jnp.asarray(episode_M), padded[4])
+    floats = [jnp.asarray(np.pad(column(name), (0, missing))) for name in ("behavior_logprobs_M", "advantage_M", "weight_M")]
+    episode_M = np.unique(column("episode_M"), return_inverse=True)[1].astype(np.int32)
+    episode_M = np.pad(episode_M, (0, missing), constant_values=size - 1)
+    return LossInputs(floats[0], floats[1], floats[2], jnp.asarray(episode_M), jnp.full(size, slot, jnp.int32))

@@ -6,8 +6,11 @@ Depth first. On the way down a node's chunks are entered: forward, and only thei
 for whole subtrees that fit in one chunk together, a chunk is pulled at once. On the way up a node's chunks are pulled, last first, with what their
 descendants owe their keys and values. What is alive at any time is one path and one chunk, so the number of branches does not appear in it.
 
-The last position of a node that branches is not part of the path: every chunk below it begins with its own copy. It predicts the first token of
-every branch, so an episode's entries stand together in one chunk wherever its turns do. Positions are repeated, entries never.
+Where the last position of a node that branches predicts tokens, it is not part of the path: every chunk below begins with its own copy, so that an
+episode's entries stand together in one chunk wherever its turns do. Positions are repeated, entries never.
+
+With `prefix_gradient = "stop"` (LongStraw's schedule, arXiv 2607.14952) the prefix is a constant: the positions from which, and above which, no entry
+is predicted. It is walked in chunks of its own, which are left without being pulled.
 
 Pure NumPy. Deliberately knows nothing of devices: `learner/replay.py` walks.
 
@@ -16,7 +19,7 @@ Pure NumPy. Deliberately knows nothing of devices: `learner/replay.py` walks.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, final
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +28,8 @@ from noria.rl.packing import take_entries
 from noria.types import TILE, IntArray, Piece, TokenTree
 
 Positions: TypeAlias = npt.NDArray[np.integer]
+Action: TypeAlias = Literal["enter", "pull", "drop"]
+PrefixGradient: TypeAlias = Literal["exact", "stop"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +43,10 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Visit:
-    """One stop of the walk. enter: forward, keys and values become part of the path. pull: forward and backward."""
+    """One stop of the walk. enter: forward, keys and values become part of the path. pull: forward and backward, what was entered leaves the path.
+    drop: what was entered leaves the path, and what is owed to it is forgotten."""
 
-    action: Literal["enter", "pull"]
+    action: Action
     chunk: int
 
 
@@ -72,13 +78,13 @@ class _Stretch:
     reach: tuple[int, int]
 
 
-def plan_replay(tree: TokenTree, max_positions: int) -> ReplayPlan:
+def plan_replay(tree: TokenTree, max_positions: int, prefix_gradient: PrefixGradient = "exact") -> ReplayPlan:
     """The walk over `tree` with chunks of at most `max_positions` positions (a multiple of 64, at least 128). Depends on nothing else."""
     assert max_positions % TILE == 0
     assert max_positions >= 2 * TILE
     stretches: list[_Stretch] = []
     visits: list[Visit] = []
-    for action, stretch in _walk(tree, max_positions):
+    for action, stretch in _walk(_Nodes(tree, prefix_gradient), max_positions):
         if isinstance(stretch, _Stretch):
             stretches.append(stretch)
             visits.append(Visit(action, len(stretches) - 1))
@@ -94,89 +100,124 @@ def plan_replay(tree: TokenTree, max_positions: int) -> ReplayPlan:
     return ReplayPlan(chunks, tuple(visits), num_blocks, is_scope_whole=num_pairs == len(np.unique(episode_M)))
 
 
-Step: TypeAlias = tuple[Literal["enter", "pull"], "_Stretch | int"]
+@final
+class _Nodes:
+    """The tree's nodes as the walk sees them. Where the prefix is a constant, a node that belongs to it in part is two."""
+
+    def __init__(self, tree: TokenTree, prefix_gradient: PrefixGradient) -> None:
+        self.end_T = tree.end_T
+        self.predicts_T = np.zeros(len(tree), bool)
+        self.predicts_T[tree.entries.predict_from_M] = True
+        self.start: list[int] = []
+        self.stop: list[int] = []
+        self.is_prefix: list[bool] = []
+        self.children: list[list[int]] = []
+        self.roots: list[int] = []
+        node_of: list[int] = []  # the last of what became of each node of the tree
+        for start, stop, parent in zip(tree.node_start_N.tolist(), tree.node_stop_N.tolist(), tree.node_parent_N.tolist(), strict=True):
+            above = node_of[parent] if parent >= 0 else -1
+            if prefix_gradient == "stop" and (above < 0 or self.is_prefix[above]):
+                length = int(np.argmax(np.append(self.predicts_T[start:stop], True)))  # of the part that belongs to the prefix
+                if length:
+                    above = self._add(start, start + length, above, is_prefix=True)
+                if length < stop - start:
+                    above = self._add(start + length, stop, above, is_prefix=False)
+                node_of.append(above)
+            else:
+                node_of.append(self._add(start, stop, above, is_prefix=False))
+
+    def _add(self, start: int, stop: int, above: int, *, is_prefix: bool) -> int:
+        node = len(self.start)
+        self.start.append(start)
+        self.stop.append(stop)
+        self.is_prefix.append(is_prefix)
+        self.children.append([])
+        (self.children[above] if above >= 0 else self.roots).append(node)
+        return node
+
+    def subtree(self, node: int) -> tuple[int, int]:
+        """The layout's range [start, stop) of a node and all below it."""
+        return self.start[node], int(self.end_T[self.start[node]])
+
+
+Step: TypeAlias = tuple[Action, "_Stretch | int"]
 """A visit with its new stretch, or with the index of one that was entered."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Below:
-    """A sequence of sibling nodes still to be walked. head: the position above them that each of their chunks repeats, none above a root."""
+    """A sequence of sibling nodes still to be walked. head: the position above them that each of their chunks repeats, if there is one."""
 
     nodes: Sequence[int]
     head: tuple[int, ...]
     first_block: int
 
 
-def _walk(tree: TokenTree, max_positions: int) -> Iterator[Step]:
+@dataclass(frozen=True, slots=True)
+class _Leave:
+    """The chunks of a node, to be left last first."""
+
+    chunks: Sequence[int]
+    action: Action
+
+
+def _walk(nodes: _Nodes, max_positions: int) -> Iterator[Step]:
     """The visits in order. An explicit stack: conversations nest as deeply as they have turns."""
-    children_N = _children(tree)
     num_stretches = 0
-    waiting: list[_Below | list[int]] = [_Below(children_N[-1], (), 0)]
+    waiting: list[_Below | _Leave] = [_Below(nodes.roots, (), 0)]
     while waiting:
         item = waiting.pop()
-        if isinstance(item, list):  # a node is left: its chunks, last first
-            yield from (("pull", index) for index in reversed(item))
+        if isinstance(item, _Leave):
+            yield from ((item.action, index) for index in reversed(item.chunks))
             continue
-        together, rest = _first_group(tree, item, max_positions)
+        together, rest = _first_group(nodes, item, max_positions)
         if rest.nodes:
             waiting.append(rest)
         if together is not None:
             yield "pull", together
             num_stretches += 1
             continue
-        own, below = _own_stretches(tree, item, children_N[item.nodes[0]], max_positions)
+        node = item.nodes[0]
+        own, below = _own_stretches(nodes, item, max_positions)
         entered = list(range(num_stretches, num_stretches + len(own)))
         num_stretches += len(own)
         if not below.nodes:  # the end of a leaf is pulled at once
             entered.pop()
         for number, stretch in enumerate(own):
             yield ("enter" if number < len(entered) else "pull"), stretch
-        waiting += [entered, below] if below.nodes else [entered]
+        leave = _Leave(entered, "drop" if nodes.is_prefix[node] else "pull")
+        waiting += [leave, below] if below.nodes else [leave]
 
 
-def _children(tree: TokenTree) -> list[list[int]]:
-    """Children of each node in layout order; of the roots at index -1."""
-    children_N: list[list[int]] = [[] for _ in range(len(tree.node_parent_N) + 1)]
-    for node, parent in enumerate(tree.node_parent_N.tolist()):
-        children_N[parent].append(node)
-    return children_N
-
-
-def _subtree(tree: TokenTree, node: int) -> tuple[int, int]:
-    """The layout's range [start, stop) of a node and all below it."""
-    start = int(tree.node_start_N[node])
-    return start, int(tree.end_T[start])
-
-
-def _first_group(tree: TokenTree, below: _Below, max_positions: int) -> tuple[_Stretch | None, _Below]:
+def _first_group(nodes: _Nodes, below: _Below, max_positions: int) -> tuple[_Stretch | None, _Below]:
     """As many of the first siblings' whole subtrees as fit in one chunk with the head; None if not even the first one does. And what is left."""
     room, count = max_positions - len(below.head), 0
     for node in below.nodes:
-        start, stop = _subtree(tree, node)
-        if stop - start > room:
+        start, stop = nodes.subtree(node)
+        if stop - start > room or nodes.is_prefix[node]:
             break
         room -= stop - start
         count += 1
     rest = _Below(below.nodes[max(count, 1) :], below.head, below.first_block)
     if not count:
         return None, rest
-    reach = _subtree(tree, below.nodes[0])[0], _subtree(tree, below.nodes[count - 1])[1]
+    reach = nodes.subtree(below.nodes[0])[0], nodes.subtree(below.nodes[count - 1])[1]
     return _Stretch(_join(below.head, *reach), len(below.head), below.first_block, reach), rest
 
 
-def _own_stretches(tree: TokenTree, item: _Below, children: Sequence[int], max_positions: int) -> tuple[list[_Stretch], _Below]:
+def _own_stretches(nodes: _Nodes, item: _Below, max_positions: int) -> tuple[list[_Stretch], _Below]:
     """The stretches that the first sibling adds to the path, and what is below it."""
     node = item.nodes[0]
-    start, stop = int(tree.node_start_N[node]), int(tree.node_stop_N[node])
-    reach = _subtree(tree, node)
-    own = _join(item.head, start, stop - bool(children))
-    parts = [own[first : first + max_positions] for first in range(0, len(own), max_positions)]
+    start, stop, children = nodes.start[node], nodes.stop[node], nodes.children[node]
+    head = (stop - 1,) if children and nodes.predicts_T[stop - 1] else ()
+    own = _join(item.head, start, stop - len(head))
     stretches: list[_Stretch] = []
     block = item.first_block
-    for number, part in enumerate(parts):
-        stretches.append(_Stretch(part, len(item.head) if number == 0 else 0, block, reach))
+    for first in range(0, len(own), max_positions):
+        part = own[first : first + max_positions]
+        stretches.append(_Stretch(part, 0 if first else len(item.head), block, nodes.subtree(node)))
         block += -(-len(part) // TILE)
-    return stretches, _Below(children, (stop - 1,), block)
+    return stretches, _Below(children, head, block)
 
 
 def _join(head: tuple[int, ...], start: int, stop: int) -> Positions:
