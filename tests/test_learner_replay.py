@@ -79,9 +79,9 @@ def test_a_loss_over_episodes_sees_them_whole_although_their_turns_are_in_many_c
     assert not plan.is_scope_whole
     _, chunked = walk(plan, microbatch_shape(128), state, loss=masked)
     _, whole = walk(plan_replay(tree, 2048), microbatch_shape(2048), state, loss=masked)
-    got, want = run_metrics(chunked.sums, SLOT), run_metrics(whole.sums, SLOT)
+    got, want = run_metrics(chunked.sums, SLOT, "grpo"), run_metrics(whole.sums, SLOT, "grpo")
     assert np.isfinite(behavior).all()
-    assert want["masked_episode_fraction"] > 0
+    assert want["masked_sequence_fraction"] > 0
     for name in want:
         assert got[name] == pytest.approx(want[name], rel=1e-4, abs=1e-6), name
 
@@ -92,8 +92,8 @@ def prefix_lengths(tree, episodes):
     predicts[tree.entries.predict_from_M] = True
     index = np.arange(len(tree))
     lengths = {}
-    for episode in np.unique(tree.entries.episode_M):
-        last = int(tree.entries.predict_from_M[tree.entries.episode_M == episode].max())
+    for episode in np.unique(tree.entries.sequence_M):
+        last = int(tree.entries.predict_from_M[tree.entries.sequence_M == episode].max())
         path = index[(index <= last) & (last < tree.end_T)]
         lengths[int(episode)] = int(np.argmax(predicts[path]))
     assert set(lengths) <= set(range(episodes))

@@ -4,8 +4,8 @@
         pull    score a chunk, turn its outputs into cotangents, pull: adapters' gradient, and what the chunk owes its path
 
 Alive are the path's keys and values, their gradient, one chunk's activations and the adapters' gradient: no branch but the present one. The loss of
-an entry may need all entries of its episode. Where the plan keeps every episode in one chunk, each chunk is its own loss's scope and the walk is made
-once; else the tree is scored first, chunk by chunk, then the loss sees the whole batch, and the walk only pulls.
+an entry may need all entries of its sequence. Where the plan keeps every sequence in one chunk, each chunk is its own loss's scope and the walk is
+made once; else the tree is scored first, chunk by chunk, then the loss sees the whole batch, and the walk only pulls.
 
 One `advance` is one visit, so that decoding and other runs' microbatches go between. Deliberately not here: when to use it (`learner/learner.py`).
 
@@ -178,13 +178,13 @@ def _padded_size(num_entries: int) -> int:
 
 
 def _loss_inputs(entries: list[Entries], order: npt.NDArray[np.integer], slot: int, size: int) -> LossInputs:
-    """The loss's inputs of the whole batch in the tree's order of entries. Padding has weight 0 and an episode of its own, the last index."""
+    """The loss's inputs of the whole batch in the tree's order of entries. Padding has weight 0 and a sequence of its own, the last index."""
     missing = size - len(order)
 
     def column(name: str) -> IntArray | FloatArray:
         return np.concatenate([getattr(e, name) for e in entries])[order]
 
     floats = [jnp.asarray(np.pad(column(name), (0, missing))) for name in ("behavior_logprobs_M", "advantage_M", "weight_M")]
-    episode_M = np.unique(column("episode_M"), return_inverse=True)[1].astype(np.int32)
-    episode_M = np.pad(episode_M, (0, missing), constant_values=size - 1)
-    return LossInputs(floats[0], floats[1], floats[2], jnp.asarray(episode_M), jnp.full(size, slot, jnp.int32))
+    sequence_M = np.unique(column("sequence_M"), return_inverse=True)[1].astype(np.int32)
+    sequence_M = np.pad(sequence_M, (0, missing), constant_values=size - 1)
+    return LossInputs(floats[0], floats[1], floats[2], jnp.asarray(sequence_M), jnp.full(size, slot, jnp.int32))

@@ -6,15 +6,15 @@ Depth first. On the way down a node's chunks are entered: forward, and only thei
 for whole subtrees that fit in one chunk together, a chunk is pulled at once. On the way up a node's chunks are pulled, last first, with what their
 descendants owe their keys and values. What is alive at any time is one path and one chunk, so the number of branches does not appear in it.
 
-Where the last position of a node that branches predicts tokens, it is not part of the path: every chunk below begins with its own copy, so that an
-episode's entries stand together in one chunk wherever its turns do. Positions are repeated, entries never.
+Where the last position of a node that branches predicts tokens, it is not part of the path: every chunk below begins with its own copy, so that a
+sequence's entries stand together in one chunk wherever its turns do. Positions are repeated, entries never.
 
 With `prefix_gradient = "stop"` (LongStraw's schedule, arXiv 2607.14952) the prefix is a constant: the positions from which, and above which, no entry
 is predicted. It is walked in chunks of its own, which are left without being pulled.
 
 Pure NumPy. Deliberately knows nothing of devices: `learner/replay.py` walks.
 
-    T position   M entry   N node   E episode   block = tile = 64 positions
+    T position   M entry   N node   Q sequence   block = tile = 64 positions
 """
 
 from collections.abc import Iterator, Sequence
@@ -53,7 +53,7 @@ class Visit:
 @dataclass(frozen=True, slots=True)
 class ReplayPlan:
     """The walk over a tree. chunks in depth-first order; each is pulled once, after all chunks below it. num_blocks: of the longest path, with the
-    chunk at its end. is_scope_whole: all entries of every episode stand in one chunk, so that a loss over episodes needs no chunk but its own.
+    chunk at its end. is_scope_whole: all entries of every sequence stand in one chunk, so that a loss over sequences needs no chunk but its own.
     """
 
     chunks: tuple[Chunk, ...]
@@ -95,9 +95,9 @@ def plan_replay(tree: TokenTree, max_positions: int, prefix_gradient: PrefixGrad
     entries_of = np.split(order, np.searchsorted(owner_M[order], np.arange(1, len(stretches))))
     chunks = tuple(_chunk(tree, stretch, entry_M) for stretch, entry_M in zip(stretches, entries_of, strict=True))
     num_blocks = max((c.first_block + c.piece.num_tiles for c in chunks), default=0)
-    episode_M = tree.entries.episode_M
-    num_pairs = len(np.unique(np.stack((episode_M, owner_M)), axis=1).T)  # (episode, chunk)
-    return ReplayPlan(chunks, tuple(visits), num_blocks, is_scope_whole=num_pairs == len(np.unique(episode_M)))
+    sequence_M = tree.entries.sequence_M
+    num_pairs = len(np.unique(np.stack((sequence_M, owner_M)), axis=1).T)  # (sequence, chunk)
+    return ReplayPlan(chunks, tuple(visits), num_blocks, is_scope_whole=num_pairs == len(np.unique(sequence_M)))
 
 
 @final
@@ -225,11 +225,11 @@ def _join(head: tuple[int, ...], start: int, stop: int) -> Positions:
 
 
 def _owners(tree: TokenTree, stretches: Sequence[_Stretch]) -> Positions:
-    """The chunk of each entry. One on a copied position goes where its episode goes on, or, if it ends there, to the first copy."""
+    """The chunk of each entry. One on a copied position goes where its sequence goes on, or, if it ends there, to the first copy."""
     entries = tree.entries
-    first_E = np.flatnonzero(np.diff(entries.episode_M, prepend=-1))
-    last_E = np.maximum.reduceat(entries.predict_from_M, first_E)
-    last_M = np.repeat(last_E, np.diff(first_E, append=len(entries)))
+    first_Q = np.flatnonzero(np.diff(entries.sequence_M, prepend=-1))
+    last_Q = np.maximum.reduceat(entries.predict_from_M, first_Q)
+    last_M = np.repeat(last_Q, np.diff(first_Q, append=len(entries)))
     by_position = np.argsort(entries.predict_from_M, kind="stable")
     holder_T = np.full(len(tree), -1)
     for index, stretch in enumerate(stretches):
