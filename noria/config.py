@@ -7,13 +7,14 @@ import difflib
 import math
 import os
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from noria.errors import ConfigError
-from noria.types import LoraSpec, LossSpec, OptimizerSpec
+from noria.types import LoraSpec, LossSpec, OptimizerSpec, Schedule
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
 
@@ -39,6 +40,9 @@ class EnvironmentConfig(_Config):
 
     name: str = Field(description='a built-in name, or "file.py:Class", resolved only in the actors')
     settings: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of the environment")
+    rewards: dict[str, float] = Field(
+        default_factory=dict, description="weight of each named reward component; given, their weighted sum is the reward, and Step.reward is ignored"
+    )
 
 
 class AlgorithmConfig(_Config):
@@ -46,17 +50,19 @@ class AlgorithmConfig(_Config):
 
     group_size: int = Field(8, ge=2, description="episodes per group")
     groups_per_batch: int = Field(4, ge=1, description="groups per optimizer step")
-    steps: int = Field(ge=1, description="optimizer steps of the run")
+    steps: int = Field(ge=0, description="optimizer steps of reinforcement learning, after those of a supervised phase; 0 = only evaluate")
     max_staleness: int = Field(1, ge=0, description="largest (learner version - oldest version that sampled a token of the group) at its training")
     advantage: Literal["mean", "mean_std", "leave_one_out"] = Field("mean_std", description="group baseline and scale")
-    zero_signal: Literal["skip", "train"] = Field("skip", description="groups whose rewards are all equal: settle untrained, or train")
+    zero_signal: Literal["skip", "train", "resample"] = Field(
+        "skip", description="groups whose rewards are all equal: settle untrained, train, or settle and wait for another task in their place"
+    )
     max_batches_without_signal: int = Field(20, ge=1, description="batches in a row without any signal after which the run ends early")
     truncated: Literal["mask", "penalize", "keep"] = Field("mask", description="episodes cut by max_tokens: no entries, reward 0, or as they are")
     denominator: Literal["tokens", "episodes", "groups", "none"] = Field("tokens", description="global normalization of a batch's loss")
     clip_low: float = Field(0.2, ge=0, description="lower clip distance of the proximal ratio")
     clip_high: float = Field(0.28, ge=0, description="upper clip distance of the proximal ratio")
     tis_cap: float = Field(2.0, gt=0, description="cap of the truncated importance weight exp(learner - behavior)")
-    sequence_mask_c: float = Field(1.2, ge=0, description="mask episodes whose geometric mean ratio leaves [1/c, c]; 0 = off, else at least 1")
+    sequence_mask_c: float = Field(1.2, ge=0, description="mask sequences whose geometric mean ratio leaves [1/c, c]; 0 = off, else at least 1")
 
     @field_validator("sequence_mask_c")
     @classmethod
@@ -83,6 +89,8 @@ class AdapterConfig(_Config):
     alpha: float = Field(16.0, gt=0, description="the delta is scaled by alpha / rank")
     train_attn: bool = Field(True, description="adapt q, k, v, o")
     train_mlp: bool = Field(True, description="adapt gate, up, down")
+    use_rslora: bool = Field(False, description="scale by alpha / sqrt(rank) instead of alpha / rank")
+    warm_start: str | None = Field(None, description="PEFT adapter folder to start from, relative to the run file; its rank and scale must be these")
     learning_rate: float = Field(5e-4, gt=0, description="AdamW rate; LoRA wants about ten times the full fine-tuning rate")
     beta1: float = Field(0.9, ge=0, lt=1, description="AdamW first moment")
     beta2: float = Field(0.95, ge=0, lt=1, description="AdamW second moment; short runs want less than 0.999")
@@ -90,16 +98,13 @@ class AdapterConfig(_Config):
     weight_decay: float = Field(0.0, ge=0, description="decoupled weight decay")
     grad_clip_norm: float = Field(1.0, ge=0, description="clip the run's gradient to this norm; 0 = off")
     warmup_steps: int = Field(0, ge=0, description="linear warm-up steps")
+    schedule: Schedule = Field("constant", description="of the rate after warm-up: constant, or linear or cosine decay until the last step")
+    final_fraction: float = Field(0.1, ge=0, le=1, description="of the rate, at the last step of a decay; at 0 that step changes nothing")
 
     @property
     def lora(self) -> LoraSpec:
         """The adapter's shape as model and learner take it."""
-        return LoraSpec(self.rank, self.alpha, self.train_attn, self.train_mlp)
-
-    @property
-    def optimizer(self) -> OptimizerSpec:
-        """The optimizer as the learner takes it."""
-        return OptimizerSpec(self.learning_rate, self.beta1, self.beta2, self.eps, self.weight_decay, self.grad_clip_norm, self.warmup_steps)
+        return LoraSpec(self.rank, self.alpha, self.train_attn, self.train_mlp, self.use_rslora)
 
 
 class SamplingConfig(_Config):
@@ -120,10 +125,30 @@ class ActorsConfig(_Config):
 
 
 class EvaluationConfig(_Config):
-    """Held-out greedy evaluation."""
+    """Held-out evaluation of pinned versions. It never trains."""
 
     num_tasks: int = Field(64, ge=0, description="held-out tasks; 0 = no evaluation")
     every: int = Field(0, ge=0, description="also every n versions; training waits for evaluations slower than that; 0 = only before and after")
+    samples: int = Field(1, ge=1, description="episodes per task; pass@k is reported for k = 1, 2, 4, ... up to it")
+    temperature: float = Field(0.0, ge=0, description="of its episodes; 0 is greedy, more than one sample needs more than 0")
+    keep_best: bool = Field(True, description="the version with the best accuracy stays on disk, whatever its age")
+
+    @model_validator(mode="after")
+    def _samples_differ(self) -> "EvaluationConfig":
+        if self.samples > 1 and self.temperature == 0:
+            raise ValueError(f"samples = {self.samples} at temperature 0 would all be the same; set evaluation.temperature, for example to 1.0")
+        return self
+
+
+class SupervisedConfig(_Config):
+    """A phase of cross-entropy on examples before reinforcement learning, on the same adapter."""
+
+    file: str = Field(description="JSON lines, relative to the run file: {messages: [...]} with a chat template, or {prompt: ..., completion: ...}")
+    steps: int = Field(ge=1, description="optimizer steps of the phase; the examples are shuffled anew in each epoch")
+    examples_per_batch: int = Field(8, ge=1, description="examples per optimizer step")
+    learning_rate: float = Field(2e-4, gt=0, description="AdamW rate of the phase; all else is the adapter's")
+    warmup_steps: int = Field(0, ge=0, description="linear warm-up steps of the phase")
+    too_long: Literal["error", "skip", "truncate"] = Field("error", description="examples longer than the learner's largest microbatch")
 
 
 class RunConfig(_Config):
@@ -131,7 +156,7 @@ class RunConfig(_Config):
 
     name: str = Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,63}$", description="unique within its server")
     tenant: str = Field("local", pattern=r"^[a-z0-9][a-z0-9._-]{0,63}$", description="who owns and pays for it")
-    base: str = Field("smollm2-135m", description="resident base model")
+    base: str = Field("smollm2-135m", description="resident base: built-in name, Hugging Face folder, GGUF file, or hub name (org/model)")
     seed: int = Field(0, ge=0, lt=2**31, description="of the task order and of every random key")
     weight: float = Field(1.0, gt=0, description="fair-share weight in the learner; in the sampler a tenant has the sum over its active runs")
     environment: EnvironmentConfig
@@ -140,7 +165,53 @@ class RunConfig(_Config):
     sampling: SamplingConfig = SamplingConfig()
     actors: ActorsConfig = ActorsConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
+    supervised: SupervisedConfig | None = Field(None, description="a supervised phase before RL; none without the section")
+    deterministic: bool = Field(False, description="same file and seed, same curve and bytes, alone or beside others; needs max_staleness = 0")
     deadlines: DeadlinesConfig = DeadlinesConfig()
+
+    @model_validator(mode="after")
+    def _deterministic_is_on_policy(self) -> "RunConfig":
+        if self.deterministic and self.algorithm.max_staleness:
+            raise ValueError(
+                f"deterministic = true needs algorithm.max_staleness = 0 (got {self.algorithm.max_staleness}): which version samples a token "
+                "would depend on how fast the machine is"
+            )
+        return self
+
+    @property
+    def num_supervised_steps(self) -> int:
+        """Versions 1 to this one are made by the supervised phase."""
+        return self.supervised.steps if self.supervised else 0
+
+    @property
+    def num_steps(self) -> int:
+        """Versions of the whole run."""
+        return self.num_supervised_steps + self.algorithm.steps
+
+    @property
+    def optimizer(self) -> OptimizerSpec:
+        """The optimizer of reinforcement learning, as the learner takes it; its schedule begins after a supervised phase."""
+        a = self.adapter
+        return OptimizerSpec(
+            a.learning_rate,
+            a.beta1,
+            a.beta2,
+            a.eps,
+            a.weight_decay,
+            a.grad_clip_norm,
+            a.warmup_steps,
+            a.schedule,
+            self.algorithm.steps,
+            a.final_fraction,
+            self.num_supervised_steps,
+        )
+
+    @property
+    def supervised_optimizer(self) -> OptimizerSpec:
+        """The optimizer of the supervised phase."""
+        assert self.supervised is not None
+        s = self.supervised
+        return replace(self.optimizer, learning_rate=s.learning_rate, warmup_steps=s.warmup_steps, schedule="constant", first_step=0)
 
 
 class SamplerConfig(_Config):
@@ -165,7 +236,7 @@ class ServerConfig(_Config):
     """One server: one base, one sampler, one learner."""
 
     state_dir: str = Field(".noria", description="folder of the database, adapters and reports")
-    base: str = Field("smollm2-135m", description="resident base model")
+    base: str = Field("smollm2-135m", description="resident base: built-in name, Hugging Face folder, GGUF file, or hub name (org/model)")
     sampler: SamplerConfig = SamplerConfig()
     learner: LearnerConfig = LearnerConfig()
     max_stall_ms: int = Field(2000, ge=1, description="longest a learner dispatch should hold up decoding on a shared device; 250 suits accelerators")
@@ -175,7 +246,10 @@ class ServerConfig(_Config):
         "auto", description="of base matrices; auto: bfloat16 on accelerators and on CPUs with amx_bf16 under JAX 0.12, else float32"
     )
     warm_up: bool = Field(True, description="compile every program at start, so that no request waits for the compiler later")
-    keep_versions: int = Field(2, ge=1, description="newest committed versions of a run kept on disk, beside those that wait for their evaluation")
+    keep_versions: int = Field(
+        2, ge=1, description="newest committed versions of a run kept on disk, beside its best one and those that wait for their evaluation"
+    )
+    keep_episodes: bool = Field(True, description="keep the episodes of settled groups, for `noria runs export` and `noria debug step`; costs disk")
     drain_s: float = Field(60, gt=0, description="orderly stop of the server: seconds for its runs, then its actors, then the device")
 
     @model_validator(mode="after")

@@ -85,6 +85,24 @@ class RewardNotFiniteError(EnvironmentOutputError):
     code = "reward_not_finite"
 
 
+class ChatTemplateError(NoriaError):
+    """A model without a chat template was given messages, or its template is broken, or refused the messages it was given."""
+
+    code = "chat_template_invalid"
+
+
+class DatasetError(NoriaError):
+    """A file of training examples that cannot be read, or a line of it that cannot be used; the message names the line."""
+
+    code = "dataset_invalid"
+
+
+class AdapterFormatError(NoriaError):
+    """An adapter folder of a kind that noria cannot read, or an adapter that the asked format cannot express."""
+
+    code = "adapter_format"
+
+
 class TreeTooLargeError(NoriaError):
     """A batch has a path (one episode) that does not fit in the largest microbatch."""
 

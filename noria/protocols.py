@@ -9,9 +9,9 @@ Who waits for whom (design section 3):
 from collections.abc import Awaitable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
-from noria.types import Completion, DropReason, EpisodeGroup, Ids, SampleRequest, Task
+from noria.types import Completion, DropReason, EpisodeGroup, Ids, Message, Prompt, SampleRequest, Task
 
 T = TypeVar("T")
 
@@ -20,13 +20,14 @@ T = TypeVar("T")
 class Step:
     """What an environment answers to an action.
 
-    reward: finite; of this step, the episode's reward is their sum. done: the episode is over. observation: text that the policy reads
-    next, needed unless done. reward_parts: named components for metrics.
+    reward: finite; of this step, the episode's reward is their sum. done: the episode is over. observation: what the policy reads next, needed
+    unless done: text, or, in an episode that began with a `Prompt`, one or more messages, of which none is the assistant's. reward_parts: named
+    components, summed over steps; where the run file weighs them (`environment.rewards`), the weighted sum replaces the rewards.
     """
 
     reward: float
     done: bool = True
-    observation: str | None = None
+    observation: str | Message | Sequence[Message] | None = None
     reward_parts: dict[str, float] = field(default_factory=dict)
 
 
@@ -37,11 +38,12 @@ class Environment(Protocol):
     An exception, a hang or a non-finite reward fails the episode; it is never a reward of 0.
     """
 
-    def reset(self, task: Task) -> str | Awaitable[str]:
-        """The prompt of the problem that `task` stands for; the same text for the same task."""
+    def reset(self, task: Task) -> str | Prompt | Awaitable[str | Prompt]:
+        """The prompt of the problem that `task` stands for, the same for the same task: plain text, or messages and tools for the chat template."""
 
-    def step(self, action: str) -> Step | Awaitable[Step]:
-        """Judge the sampled text `action`, the stop token that ended it left out."""
+    def step(self, action: Any) -> Step | Awaitable[Step]:
+        """Judge what the policy did. action: the sampled text, the stop token that ended it left out (str); in an episode that began with a
+        `Prompt`, the assistant's `Message`, with its tool calls parsed."""
 
 
 class EnvironmentFactory(Protocol):
@@ -88,10 +90,15 @@ class Sampler(Protocol):
 
 
 class Tokenizer(Protocol):
-    """Text to ids and back. Never applied to sampled ids on their way to training."""
+    """Text to ids and back. Never applied to sampled ids on their way to training.
+
+    bos_id: what every plain-text prompt of this model begins with, None if nothing. eos_id: ends a turn. end_ids: all ids that do, eos_id first.
+    """
 
     vocab_size: int
+    bos_id: int | None
     eos_id: int
+    end_ids: Ids
 
     def encode(self, text: str) -> Ids:
         """Ids of `text`; adds no special token. Raises InvalidRequestError for a character that the vocabulary cannot spell."""
@@ -101,6 +108,9 @@ class Tokenizer(Protocol):
 
     def token_id(self, text: str) -> int:
         """The id of a text that is exactly one token (a stop text). Raises ConfigError otherwise."""
+
+    def name_of(self, token_id: int) -> str:
+        """How the vocabulary writes a token, special ones too: for people. An id that has no token is its number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,8 +148,11 @@ class Buffer(Protocol):
     async def admit(self, run_id: str, *, version: int, deadline_s: float) -> Lease | None:
         """Take a place and the next task of the run's seeded cursor, in one transaction. None if no place is free."""
 
-    async def put(self, group: EpisodeGroup) -> bool:
-        """admitted -> ready. Idempotent on the group id: False if the group was ready before, or is settled (its deadline passed)."""
+    async def put(self, group: EpisodeGroup, *, drop: DropReason | None = None) -> bool:
+        """admitted -> ready. Idempotent on the group id: False if the group was ready before, or is settled (its deadline passed).
+
+        drop: instead, record the group and settle it as dropped, in the same transaction; its place is free again.
+        """
 
     async def drop(self, group_id: str, reason: DropReason) -> bool:
         """Settle without training and give the place back. Idempotent: False if the group was settled before."""

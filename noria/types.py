@@ -5,12 +5,14 @@ text a second time.
 
 Array fields end in shape letters:
     T position of a token tree or microbatch    M entry (one trained token of one episode)
-    N node of a token tree                      E episode of a batch
+    N node of a token tree                      Q sequence (one path of one episode) of a batch
     X (query block, key block) pair             B attention block = tile (64 positions)
 """
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +26,9 @@ TILE = 64
 
 FinishReason: TypeAlias = Literal["stop", "length"]
 DropReason: TypeAlias = Literal["no_signal", "deadline", "failed", "stale", "stopped"]
+Role: TypeAlias = Literal["system", "user", "assistant", "tool"]
+LossKind: TypeAlias = Literal["grpo", "cross_entropy"]
+Schedule: TypeAlias = Literal["constant", "linear", "cosine"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +41,46 @@ class Task:
 
     index: int
     seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """One call that the policy asked for. arguments: plain JSON values by name. call_id: unique in its conversation."""
+
+    name: str
+    arguments: Mapping[str, Any]
+    call_id: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ToolSpec:
+    """A tool that a prompt offers. parameters: a JSON Schema object, as in OpenAI's function tools."""
+
+    name: str
+    description: str
+    parameters: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One message of a chat. tool_calls: of the assistant. call_id: of a tool's answer, the call that it answers.
+
+    content: without what was parsed out of it. reasoning: text between the policy's thinking marks, "" if there is none.
+    """
+
+    role: Role
+    content: str
+    tool_calls: tuple[ToolCall, ...] = ()
+    call_id: str = ""
+    reasoning: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """How an episode that speaks in messages begins: at least one message, and the tools that its policy may call."""
+
+    messages: tuple[Message, ...]
+    tools: tuple[ToolSpec, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,11 +130,16 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """Observation ids as fed to the sampler, then what was sampled after them. A multi-turn episode extends ids and never renders history again."""
+    """Observation ids as fed to the sampler, then what was sampled after them. A multi-turn episode extends ids and never renders history again.
+
+    keep: how many ids of the path so far stay before the observation. None: all of them. Fewer: the episode forked here, since its chat template
+    rewrote history (it strips reasoning, say); what was sampled on the path before stays trained on that path.
+    """
 
     observation_ids: Ids
     completion: Completion
     temperature: float
+    keep: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,9 +158,20 @@ class Episode:
     reward_parts: tuple[tuple[str, float], ...] = ()
 
     @property
+    def paths(self) -> tuple[Ids, ...]:
+        """Exactly what the sampler saw and produced: one sequence of ids, and one more for every turn that forked (`Turn.keep`)."""
+        paths: list[Ids] = []
+        for turn in self.turns:
+            path = paths[-1] if paths else ()
+            is_fork = turn.keep is not None and turn.keep < len(path)
+            extended = path[: turn.keep] + turn.observation_ids + turn.completion.sampled_ids
+            paths = [*(paths if is_fork else paths[:-1]), extended]
+        return tuple(paths)
+
+    @property
     def ids(self) -> Ids:
-        """All ids of the episode in order: exactly what the sampler saw and produced."""
-        return tuple(i for turn in self.turns for part in (turn.observation_ids, turn.completion.sampled_ids) for i in part)
+        """The ids of the episode's last path: of all of it, unless it forked."""
+        return self.paths[-1] if self.turns else ()
 
     @property
     def num_sampled(self) -> int:
@@ -145,7 +206,8 @@ class Entries:
 
     predict_from_M: position whose hidden state predicts the token. target_M: the token. temperature_M > 0.
     behavior_logprobs_M: by the sampler. advantage_M. weight_M: 1 / the run's global denominator (0 for padding). version_M: adapter version that
-    sampled it. episode_M: index of its episode, unique within the arrays' owner (a batch, or a microbatch).
+    sampled it. sequence_M: index of its sequence, the path of its episode on which it was sampled (a fork begins another one), unique within the
+    arrays' owner (a batch, or a microbatch).
     """
 
     predict_from_M: IntArray
@@ -155,7 +217,7 @@ class Entries:
     advantage_M: FloatArray
     weight_M: FloatArray
     version_M: IntArray
-    episode_M: IntArray
+    sequence_M: IntArray
 
     def __len__(self) -> int:
         return len(self.target_M)
@@ -167,7 +229,8 @@ class TokenTree:
 
     ids_T; depth_T: distance from the root, the RoPE position; end_T: where (exclusive) the subtree below the position ends in the layout, so
     that i attends to j if and only if j <= i < end_T[j]. Nodes are maximal unbranched stretches in depth-first order: node n owns positions
-    node_start_N[n]:node_stop_N[n], and node_parent_N[n] < n is its parent (-1 for a root; a tree may have several roots).
+    node_start_N[n]:node_stop_N[n], and node_parent_N[n] < n is its parent (-1 for a root; a tree may have several roots). episode_Q: the episode of
+    each sequence, an index into all num_episodes episodes of the batch; ascending.
     """
 
     ids_T: IntArray
@@ -177,6 +240,7 @@ class TokenTree:
     node_stop_N: IntArray
     node_parent_N: IntArray
     entries: Entries
+    episode_Q: IntArray
     num_episodes: int
 
     def __len__(self) -> int:
@@ -187,7 +251,7 @@ class TokenTree:
 class Piece:
     """A self-contained subtree of a run's batch that fits in one microbatch: the unit of packing. Depends only on the run's own batch.
 
-    Positions are relative to the piece; num_tiles * TILE >= len(ids_T); entries.episode_M keeps the batch's episode indices.
+    Positions are relative to the piece; num_tiles * TILE >= len(ids_T); entries.sequence_M keeps the batch's sequence indices.
     """
 
     ids_T: IntArray
@@ -221,7 +285,7 @@ class Microbatch:
     Padding positions have id 0, depth 0 and end_T[j] = j + 1. slot_tile_B[T / TILE]: the adapter slot of each tile (0 for padding tiles).
     pair_query_X, pair_key_X: the (query block, key block) pairs that the mask rule leaves non-empty, sorted by query block then key block, of which
     the first num_pairs count. entries: padded to M with weight_M 0 and predict_from_M 0; slot_M: each entry's slot; of which the first
-    num_entries count. entries.episode_M is renumbered to be unique in the microbatch.
+    num_entries count. entries.sequence_M is renumbered to be unique in the microbatch.
     """
 
     ids_T: IntArray
@@ -239,19 +303,26 @@ class Microbatch:
 
 @dataclass(frozen=True, slots=True)
 class LoraSpec:
-    """Shape of a run's adapter. rank >= 1; alpha > 0: the delta is scaled by alpha / rank at use and never folded in."""
+    """Shape of a run's adapter. rank >= 1; alpha > 0; use_rslora: scaled by alpha / sqrt(rank) (Kalajdzievski 2023), else by alpha / rank."""
 
     rank: int
     alpha: float
     train_attn: bool = True
     train_mlp: bool = True
+    use_rslora: bool = False
+
+    @property
+    def scale(self) -> float:
+        """The factor of the delta, applied at use and never folded in. The one place that computes it."""
+        return self.alpha / (math.sqrt(self.rank) if self.use_rslora else self.rank)
 
 
 @dataclass(frozen=True, slots=True)
 class OptimizerSpec:
     """AdamW of one run; every field is an array element of its slot, never static. grad_clip_norm 0 means no clipping.
 
-    warmup_steps: the rate rises linearly over this many steps, then stays.
+    The rate of the run's step number n, counted from first_step, is learning_rate times a factor: it rises linearly over warmup_steps; then the
+    schedule holds it ("constant"), or lets it fall to final_fraction at decay_steps along a line or half a cosine, and holds that.
     """
 
     learning_rate: float
@@ -261,13 +332,18 @@ class OptimizerSpec:
     weight_decay: float = 0.0
     grad_clip_norm: float = 1.0
     warmup_steps: int = 0
+    schedule: Schedule = "constant"
+    decay_steps: int = 0
+    final_fraction: float = 0.0
+    first_step: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class LossSpec:
-    """The loss of a run (algorithms: grpo, decoupled PPO with the proximal policy at the step).
+    """The loss of a batch. kind: "grpo", decoupled PPO with the proximal policy at the step, which all other fields belong to; or "cross_entropy",
+    -weight * advantage * learner_logprobs, of which an entry's advantage is its token's weight.
 
-    tis_cap: token importance weights are min(exp(learner - behavior), tis_cap). sequence_mask_c: an episode whose
+    tis_cap: token importance weights are min(exp(learner - behavior), tis_cap). sequence_mask_c: a sequence whose
     exp(mean(learner - behavior)) leaves [1/c, c] is masked; 0 switches it off. clip_low, clip_high: of the proximal ratio.
     """
 
@@ -275,6 +351,7 @@ class LossSpec:
     clip_high: float = 0.28
     tis_cap: float = 2.0
     sequence_mask_c: float = 1.2
+    kind: LossKind = "grpo"
 
 
 @dataclass(frozen=True, slots=True)
