@@ -7,6 +7,7 @@ import gguf
 import numpy as np
 
 from noria.model.config import ModelConfig
+from noria.model.rope import plain_rope
 
 CONFIG = ModelConfig(
     name="small",
@@ -17,7 +18,7 @@ CONFIG = ModelConfig(
     num_kv_heads=2,
     head_dim=16,
     vocab_size=264,
-    rope_theta=10_000.0,
+    rope=plain_rope(10_000.0, 16),
     rms_norm_eps=1e-5,
     max_context=512,
     tie_embeddings=True,
@@ -50,7 +51,7 @@ def metadata(config: ModelConfig = CONFIG) -> dict[str, Any]:
         "llama.attention.head_count": config.num_heads,
         "llama.attention.head_count_kv": config.num_kv_heads,
         "llama.attention.layer_norm_rms_epsilon": config.rms_norm_eps,
-        "llama.rope.freq_base": config.rope_theta,
+        "llama.rope.freq_base": 10_000.0,
         "llama.rope.dimension_count": config.head_dim,
         "tokenizer.ggml.model": "gpt2",
         "tokenizer.ggml.pre": "smollm",

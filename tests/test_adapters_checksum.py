@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from learner_builders import nonzero_state, spec, tiny
 
-from noria.model.lora import MODULES, adapter_shapes, checksum, layer_checksum, resize_rank
+from noria.model.lora import HEAD, MODULES, adapter_shapes, checksum, host_shapes, layer_checksum, resize_rank, zero_adapter
 
 NUM_LAYERS = tiny()[0].num_layers
 
@@ -29,7 +29,7 @@ def naive(adapter):
     """Element by element, in Python integers."""
     total = 0
     for s, side in enumerate("ab"):
-        for m, module in enumerate(MODULES):
+        for m, module in enumerate(module for module in (*MODULES, HEAD) if module in adapter[side]):
             for (layer, row, column), value in np.ndenumerate(adapter[side][module].view(np.uint32)):
                 weight = row * 0x9E3779B1 + column * 0x85EBCA77 + layer * 0xC2B2AE3D + (2 * m + s + 1) * 0x27D4EB2F
                 total += int(value) * ((weight % 2**32) | 1)
@@ -58,6 +58,27 @@ def test_every_flipped_bit_changes_it(data):
     where = tuple(data.draw(st.integers(0, size - 1)) for size in bits.shape)
     bits[where] ^= np.uint32(1 << data.draw(st.integers(0, 31)))
     assert checksum(adapter) != before
+
+
+def with_head(adapter, seed):
+    """The adapter with an unembedding of random bits."""
+    rng, shapes = np.random.default_rng(seed), host_shapes(tiny()[0], adapter["a"]["q"].shape[-1])
+    return {side: leaves | {HEAD: rng.integers(0, 2**32, shapes[side][HEAD], np.uint32).view(np.float32)} for side, leaves in adapter.items()}
+
+
+def test_an_adapted_unembedding_counts_with_weights_of_its_own():
+    adapter = with_head(resize_rank(any_bits(0), 1), 2)
+    assert checksum(adapter) == naive(adapter)
+    adapter["b"][HEAD].view(np.uint32)[0, 0, 7] ^= np.uint32(1)
+    assert checksum(adapter) != naive(with_head(resize_rank(any_bits(0), 1), 2))
+
+
+def test_an_adapted_unembedding_of_zeros_weighs_nothing():
+    config, adapter = tiny()[0], resize_rank(any_bits(0), 4)
+    shapes = host_shapes(config, 4)
+    head = {side: leaves | {HEAD: np.zeros(shapes[side][HEAD], np.float32)} for side, leaves in adapter.items()}
+    assert checksum(head) == checksum(adapter)
+    assert checksum(zero_adapter(config, 4)) == 0
 
 
 def test_it_does_not_depend_on_the_rank_class():

@@ -1,18 +1,18 @@
-"""Cases 102, 104 and 105: an adapter means to PEFT what it means to the learner and to the sampler; scale = alpha / rank on every side, float32."""
+"""Cases 102, 104 and 105: an adapter means to PEFT what it means to the learner and to the sampler; one scale on every side, float32."""
 
-import json
 from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from export_builders import write_base
 from learner_builders import drain, make_learner, nonzero_state, spec, tiny
-from safetensors.numpy import save_file
 from sampler_builders import NoSpans, config, request, run
-from test_model_reference import HUGGING_FACE, save_for_transformers
 
-from noria.model.lora import delta
+from noria.model.export import write_peft
+from noria.model.lora import MODULES, delta
+from noria.model.peft_config import place_path, places
 from noria.model.weights import load_base
 from noria.sampler.engine import SamplerEngine
 from noria.sampler.runner import Shapes
@@ -26,24 +26,9 @@ def name_of(rank, alpha):
     return f"r{rank}a{alpha}"
 
 
-def modules():
-    """(our module, layer, Hugging Face's name) of everything that an adapter of all modules adapts."""
-    ours = [module for module, theirs in HUGGING_FACE.items() if theirs.endswith("_proj")]
-    return [(module, layer, f"model.layers.{layer}.{HUGGING_FACE[module]}") for module in ours for layer in range(tiny()[0].num_layers)]
-
-
-def write_peft_folder(folder, params, rank, alpha):
-    """PEFT's format: lora_A [r, in], lora_B [out, r], the rank and alpha beside them, no scale anywhere."""
-    folder.mkdir(parents=True)
-    names = sorted({theirs.rsplit(".", 1)[-1] for _, _, theirs in modules()})
-    fields = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": "", "inference_mode": True, "target_modules": names}
-    (folder / "adapter_config.json").write_text(json.dumps(fields | {"r": rank, "lora_alpha": alpha, "lora_dropout": 0.0, "bias": "none"}))
-    tensors = {}
-    for module, layer, theirs in modules():
-        prefix = f"base_model.model.{theirs}"
-        tensors[f"{prefix}.lora_A.weight"] = np.ascontiguousarray(params["a"][module][layer, :, :rank].T)
-        tensors[f"{prefix}.lora_B.weight"] = np.ascontiguousarray(params["b"][module][layer, :rank].T)
-    save_file(tensors, folder / "adapter_model.safetensors")
+def names():
+    """(module, layer, Hugging Face's name) of everything that an adapter of all modules adapts."""
+    return [(*place, place_path(place)) for place in places(MODULES, tiny()[0])]
 
 
 def sampled_with(states):
@@ -51,8 +36,7 @@ def sampled_with(states):
     model, base = tiny()
     sampler = SamplerEngine(base, model, config(), max_rank=MAX_RANK, eos_id=2, spans=NoSpans(), shapes=Shapes(lanes=(16,), rows=(4,)))
     for (rank, alpha), state in states.items():
-        lora = spec("run", rank=rank, alpha=alpha).lora
-        sampler.publish(name_of(rank, alpha), 0, state.params, lora.alpha / lora.rank)
+        sampler.publish(name_of(rank, alpha), 0, state.params, spec("run", rank=rank, alpha=alpha).lora.scale)
     completions = run(sampler, *(request(PROMPT, run=name_of(*case), max_tokens=12, temperature=0.0) for case in CASES))
     return dict(zip(CASES, completions, strict=True))
 
@@ -63,24 +47,26 @@ def world(tmp_path_factory, run_reference):
     folder = tmp_path_factory.mktemp("peft")
     states = {case: nonzero_state(seed, spec("run", rank=case[0], alpha=case[1]), MAX_RANK) for seed, case in enumerate(CASES)}
     completions = sampled_with(states)
-    save_for_transformers(folder, load_base("tiny"), np.array(PROMPT, np.int32))
-    for case, state in states.items():
-        path = folder / "adapters" / name_of(*case)
-        write_peft_folder(path, state.params, *case)
+    base = folder / "bases" / "tiny"
+    write_base(base / "model", load_base("tiny"))
+    for (rank, alpha), state in states.items():
+        case, path = (rank, alpha), base / "adapters" / name_of(rank, alpha)
+        write_peft(path, state.params, spec("run", rank=rank, alpha=alpha).lora, tiny()[0], base_name="tiny")
         np.save(path / "ids.npy", np.array(PROMPT + completions[case].sampled_ids, np.int32))
     run_reference("peft_logits.py", folder)
-    return SimpleNamespace(folder=folder / "adapters", states=states, completions=completions)
+    return SimpleNamespace(folder=base / "adapters", states=states, completions=completions)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("rank", "alpha"), CASES)
 def test_deltas_are_pefts(world, rank, alpha):
     expected = np.load(world.folder / name_of(rank, alpha) / "deltas.npz")
-    assert set(expected) == {theirs for _, _, theirs in modules()}
+    assert set(expected) == {theirs for _, _, theirs in names()}
     params = world.states[rank, alpha].params
-    for module, layer, theirs in modules():
+    scale = spec("run", rank=rank, alpha=alpha).lora.scale
+    for module, layer, theirs in names():
         a, b = params["a"][module][layer], params["b"][module][layer]
-        ours = delta(jnp.eye(len(a))[None], a[None], b[None], jnp.full(1, alpha / rank))[0]
+        ours = delta(jnp.eye(len(a))[None], a[None], b[None], jnp.full(1, scale))[0]
         assert np.abs(ours - expected[theirs].T).max() <= 1e-6 * np.abs(expected[theirs]).max()
 
 

@@ -1,17 +1,18 @@
 """Committed versions on disk: round trip bit for bit, any damage is found, nothing half-written or half-synced counts."""
 
+import json
 import os
 from dataclasses import replace
 
 import numpy as np
 import pytest
-from learner_builders import nonzero_state, same_bytes, spec
+from learner_builders import nonzero_state, same_bytes, spec, tiny
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
 from noria.adapters.versions import VersionFiles
 from noria.errors import AdapterFileCorruptError, StateConflictError, UnknownVersionError
-from noria.model.lora import checksum
+from noria.model.lora import checksum, host_shapes
 
 ADAPTER, MOMENTS = "adapter.safetensors", "moments.safetensors"
 
@@ -35,6 +36,13 @@ def test_a_written_version_loads_bit_for_bit_into_its_rank_class(tmp_path, rank)
     assert files.load(record, max_rank=8).num_steps == 3
 
 
+def test_equal_states_are_equal_files(tmp_path):
+    for folder in "abcdef":
+        written(tmp_path / folder)
+    for name in (ADAPTER, MOMENTS):
+        assert len({(tmp_path / folder / "run" / "3" / name).read_bytes() for folder in "abcdef"}) == 1
+
+
 def test_the_checksum_is_the_same_in_every_rank_class(tmp_path):
     files, _, record = written(tmp_path)
     assert checksum(files.load(record, max_rank=16).params) == record.checksum
@@ -44,6 +52,38 @@ def test_a_rank_above_the_servers_class_is_refused_by_name(tmp_path):
     files, _, record = written(tmp_path, rank=8)
     with pytest.raises(StateConflictError, match=r"rank 8, this server's class is 4: raise learner\.max_rank"):
         files.load(record, max_rank=4)
+
+
+def with_head(state, rank, max_rank):
+    """The state with an adapted unembedding, in the parameters and in both moments."""
+    shapes, rng = host_shapes(tiny()[0], max_rank), np.random.default_rng(3)
+    head = {side: rng.normal(size=shapes[side]["head"]).astype(np.float32) for side in "ab"}
+    head["a"][:, :, rank:] = head["b"][:, rank:] = 0
+    trees = [{side: leaves | {"head": head[side] * (n + 1)} for side, leaves in tree.items()} for n, tree in enumerate(state[:3])]
+    return state._replace(params=trees[0], first_moment=trees[1], second_moment=trees[2])
+
+
+def test_an_adapted_unembedding_is_stored_with_the_layers(tmp_path):
+    files, state = VersionFiles(tmp_path), with_head(a_state(), 4, 8)
+    record = files.write("run", 3, state, 4)
+    assert same_bytes(files.load(record, max_rank=8), state)
+    assert record.checksum != files.write("other", 3, a_state(), 4).checksum
+    rewrite(tmp_path / record.path / ADAPTER, lambda tensors, metadata: tensors.pop("b.head"))
+    with pytest.raises(AdapterFileCorruptError, match=r"lacks tensors \['b\.head'\]"):
+        files.load(record, max_rank=8)
+
+
+def test_a_write_that_fails_leaves_the_version_as_it_was(tmp_path, monkeypatch):
+    files, state, record = written(tmp_path)
+
+    def no_space(*_):
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr("noria.adapters.versions.save_file", no_space)
+    with pytest.raises(OSError, match="no space"):
+        files.write("run", 3, a_state(seed=5), 4)
+    assert same_bytes(files.load(record, max_rank=8), state)
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["3"]
 
 
 @pytest.mark.parametrize("name", [ADAPTER, MOMENTS])
@@ -71,6 +111,10 @@ def rewrite(path, change):
     save_file(tensors, path, metadata=metadata or None)
 
 
+def claim(metadata, **changes):
+    metadata["noria"] = json.dumps(json.loads(metadata["noria"]) | changes)
+
+
 def swap(tensors, left, right):
     tensors[left], tensors[right] = tensors[right], tensors[left]
 
@@ -87,9 +131,9 @@ CHANGES = {
     "a wider dtype": lambda t, m: t.update({min(t): t[min(t)].astype(np.float64)}),
     "another shape of the same bytes": lambda t, m: t.update({min(t): t[min(t)].reshape(-1)}),
     "a layer is missing": lambda t, m: t.update({name: leaf[:1] for name, leaf in t.items()}),
-    "another run": lambda t, m: m.update(run_id="other"),
-    "another version": lambda t, m: m.update(version="4"),
-    "another checksum": lambda t, m: m.update(checksum=str(int(m["checksum"]) ^ 1)),
+    "another run": lambda t, m: claim(m, run_id="other"),
+    "another version": lambda t, m: claim(m, version=4),
+    "another checksum": lambda t, m: claim(m, checksum=json.loads(m["noria"])["checksum"] ^ 1),
     "no metadata": lambda t, m: m.clear(),
     "the layers are swapped": lambda t, m: t.update({name: leaf[::-1].copy() for name, leaf in t.items()}),
     "a value is not a number": lambda t, m: t[min(t)].__setitem__((0, 0, 0), np.nan),

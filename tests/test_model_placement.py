@@ -1,5 +1,6 @@
 """Base weights in JAX: one copy in memory, two forms."""
 
+import dataclasses
 import gc
 
 import jax
@@ -7,8 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from noria.model.params import Params, random_params
 from noria.model.placement import base_dtype, choose_dtype, place
-from noria.model.weights import Params, load_base
+from noria.model.weights import load_base
 
 
 def test_stacked_and_per_layer_weights_alias_the_same_host_memory_on_cpu() -> None:
@@ -77,3 +79,10 @@ def test_the_dtype_of_the_base_follows_backend_flags_and_version(backend, flags,
 
 def test_this_machine_has_a_dtype():
     assert base_dtype() in ("float32", "bfloat16")
+
+
+def test_biases_and_head_norms_stay_float32() -> None:
+    config = dataclasses.replace(load_base("tiny").config, qkv_bias=True, o_bias=True, qk_norm=True)
+    layer = place(random_params(config, 0), jnp.bfloat16).layers[1]
+    assert {name for name, array in layer.items() if array.dtype == jnp.bfloat16} == {"q", "k", "v", "o", "gate", "up", "down"}
+    assert {"q_bias", "k_bias", "v_bias", "o_bias", "q_norm", "k_norm"} <= layer.keys()

@@ -14,8 +14,10 @@ from llama_file import CONFIG, KINDS, hugging_face_weights, metadata, write_llam
 
 from noria.errors import ConfigError, ModelFileCorruptError, ModelFileMissingError, ModelUnsupportedError
 from noria.model.config import ModelConfig
+from noria.model.params import ALIGNMENT_BYTES, random_params
+from noria.model.rope import plain_rope
 from noria.model.transformer import forward_logits
-from noria.model.weights import ALIGNMENT_BYTES, load_base, load_gguf, random_params
+from noria.model.weights import load_base, load_gguf
 
 
 def test_weights_land_transposed_and_unpermuted_in_the_stacked_arrays(tmp_path: Path) -> None:
@@ -66,21 +68,27 @@ def _without(key: str) -> dict[str, Any]:
     ("info", "error", "match"),
     [
         (metadata() | {"general.architecture": "mamba"}, ModelUnsupportedError, "'mamba'"),
-        (metadata() | {"tokenizer.ggml.pre": "qwen2"}, ModelUnsupportedError, "gpt2/qwen2"),
-        (metadata() | {"llama.rope.scaling.type": "yarn"}, ModelUnsupportedError, "yarn"),
+        (metadata() | {"tokenizer.ggml.pre": "unheard-of"}, ModelUnsupportedError, "'unheard-of'; noria knows .*smollm"),
+        (metadata() | {"llama.rope.scaling.type": "longrope"}, ModelUnsupportedError, "'longrope'; noria reads default, linear, llama3, yarn"),
+        (metadata() | {"llama.rope.scaling.type": 3}, ModelUnsupportedError, "type 3"),
+        (metadata() | {"llama.rope.scaling.yarn_attn_factor": 0.5}, ModelUnsupportedError, "yarn_attn_factor is 0.5"),
+        (metadata() | {"llama.rope.scaling.factor": -2.0}, ModelFileCorruptError, "> 0"),
+        (metadata() | {"llama.attention.sliding_window": 256}, ModelUnsupportedError, "windows of 256 positions in a context of 512"),
+        (metadata() | {"llama.expert_count": 8}, ModelUnsupportedError, "expert_count is 8"),
         (metadata() | {"llama.rope.dimension_count": 8}, ModelUnsupportedError, "sizes of a head"),
         (metadata() | {"llama.attention.head_count": 0}, ModelFileCorruptError, "head_count is 0"),
         (metadata() | {"llama.attention.head_count_kv": 3}, ModelUnsupportedError, "3 kv heads"),
         (metadata() | {"llama.block_count": 3}, ModelFileCorruptError, "too few"),
         (metadata() | {"llama.block_count": 2**32 - 1}, ModelFileCorruptError, "too few"),
         (metadata() | {"llama.block_count": 1}, ModelUnsupportedError, r"does not use.*blk\.1"),
-        (metadata() | {"llama.rope.freq_base": float("inf")}, ModelFileCorruptError, "rope_theta"),
+        (metadata() | {"llama.rope.freq_base": float("inf")}, ModelFileCorruptError, "rope_theta.*inf"),
         (metadata() | {"llama.rope.freq_base": 5}, ModelFileCorruptError, "expected float"),
         (metadata() | {"llama.feed_forward_length": 128}, ModelFileCorruptError, r"ffn_gate.*\(96, 64\), expected \(128, 64\)"),
         (metadata() | {"tokenizer.ggml.eos_token_id": 264}, ModelFileCorruptError, "outside"),
         (metadata() | {"tokenizer.ggml.merges": ["h zz"]}, ModelFileCorruptError, "h zz"),
-        (metadata() | {"tokenizer.ggml.merges": [1, 2]}, ModelFileCorruptError, "fit together"),
-        (_without("llama.rope.freq_base"), ModelFileCorruptError, "freq_base is None"),
+        (metadata() | {"tokenizer.ggml.merges": [1, 2]}, ModelFileCorruptError, "merges has '1', expected str"),
+        (metadata() | {"tokenizer.ggml.token_type": [3]}, ModelFileCorruptError, "do not fit"),
+        (_without("llama.context_length"), ModelFileCorruptError, "context_length is None"),
         (_without("tokenizer.ggml.tokens"), ModelFileCorruptError, "tokens is None"),
     ],
 )
@@ -97,8 +105,14 @@ def test_a_missing_tensor_is_refused_by_name(tmp_path: Path) -> None:
 
 
 def test_a_tensor_that_would_be_ignored_is_refused(tmp_path: Path) -> None:
+    sinks = {"blk.0.attn_sinks.weight": np.zeros(4, np.float32)}
+    with pytest.raises(ModelUnsupportedError, match=r"blk\.0\.attn_sinks\.weight"):
+        load_gguf(write_llama(tmp_path / "model.gguf", tensors={**hugging_face_weights(), **sinks}), "wrong")
+
+
+def test_biases_of_some_projections_only_are_refused(tmp_path: Path) -> None:
     bias = {"blk.0.attn_q.bias": np.zeros(64, np.float32)}
-    with pytest.raises(ModelUnsupportedError, match=r"blk\.0\.attn_q\.bias"):
+    with pytest.raises(ModelFileCorruptError, match=r"lacks tensor 'blk\.0\.attn_k\.bias'"):
         load_gguf(write_llama(tmp_path / "model.gguf", tensors={**hugging_face_weights(), **bias}), "wrong")
 
 
@@ -137,7 +151,7 @@ def test_different_seeds_give_different_random_weights_of_the_same_shapes() -> N
 
 def test_parameters_and_kv_bytes_are_counted() -> None:
     assert CONFIG.num_parameters == sum(array.size for array in jax.tree.leaves(random_params(CONFIG, 0)))
-    smollm2 = ModelConfig("smollm2", 30, 576, 1536, 9, 3, 64, 49152, 1e5, 1e-5, 8192, True)
+    smollm2 = ModelConfig("smollm2", 30, 576, 1536, 9, 3, 64, 49152, plain_rope(1e5, 64), 1e-5, 8192, True)
     assert smollm2.num_parameters == 134_515_008
     assert smollm2.kv_bytes_per_position(np.float32) == 2 * 22.5 * 1024  # 22.5 KiB in bfloat16
 

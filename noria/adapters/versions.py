@@ -7,7 +7,7 @@ database says so (the service's commit), with both checksums, which every load r
 and that commit, and superseded versions.
 """
 
-import os
+import json
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
@@ -18,7 +18,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from noria.errors import AdapterFileCorruptError, StateConflictError, UnknownVersionError
-from noria.model.lora import MODULES, AdapterState, HostAdapter, checksum, resize_rank
+from noria.model.durable import whole_folder
+from noria.model.lora import HEAD, MODULES, AdapterState, HostAdapter, checksum, resize_rank
 from noria.types import AdapterVersion, FloatArray
 
 ADAPTER, MOMENTS = "adapter.safetensors", "moments.safetensors"
@@ -35,18 +36,11 @@ class VersionFiles:
         """Store a state durably, its folders included; returns its record. An uncommitted folder of the same version is replaced."""
         assert state.num_steps == version, "a version is the number of its optimizer steps"
         target = self._root / run_id / str(version)
-        aside = target.with_name(f".{version}.partial")
-        _make_durable(target.parent)
-        shutil.rmtree(aside, ignore_errors=True)
-        aside.mkdir()
         params, first, second = (resize_rank(tree, rank) for tree in state[:3])
         record = AdapterVersion(run_id, version, checksum(params), _moments_checksum(first, second), str(target.relative_to(self._root)))
-        _save(aside / ADAPTER, _flatten({"": params}), _metadata(record, record.checksum))
-        _save(aside / MOMENTS, _flatten({"first.": first, "second.": second}), _metadata(record, record.moments_checksum))
-        _fsync(aside)
-        shutil.rmtree(target, ignore_errors=True)
-        aside.rename(target)
-        _fsync(target.parent)
+        with whole_folder(target) as aside:
+            save_file(_flatten({"": params}), aside / ADAPTER, _metadata(record, record.checksum))
+            save_file(_flatten({"first.": first, "second.": second}), aside / MOMENTS, _metadata(record, record.moments_checksum))
         return record
 
     def load(self, record: AdapterVersion, max_rank: int) -> AdapterState:
@@ -78,7 +72,8 @@ class VersionFiles:
 
 
 def _metadata(record: AdapterVersion, number: int) -> dict[str, str]:
-    return {"run_id": record.run_id, "version": str(record.version), "checksum": str(number)}
+    """One entry: safetensors writes several in an order that differs from time to time, and equal versions are equal files."""
+    return {"noria": json.dumps({"run_id": record.run_id, "version": record.version, "checksum": number})}
 
 
 def _moments_checksum(first: HostAdapter, second: HostAdapter) -> int:
@@ -87,27 +82,32 @@ def _moments_checksum(first: HostAdapter, second: HostAdapter) -> int:
 
 
 def _flatten(trees: dict[str, HostAdapter]) -> dict[str, FloatArray]:
-    return {f"{prefix}{side}.{module}": leaf for prefix, tree in trees.items() for side, leaves in tree.items() for module, leaf in leaves.items()}
+    return {
+        f"{prefix}{side}.{module}": np.ascontiguousarray(leaf)
+        for prefix, tree in trees.items()
+        for side, leaves in tree.items()
+        for module, leaf in leaves.items()
+    }
 
 
 def _unflatten(tensors: dict[str, FloatArray], prefix: str) -> HostAdapter:
-    return {side: {module: tensors[f"{prefix}{side}.{module}"] for module in MODULES} for side in ("a", "b")}
-
-
-def _save(path: Path, tensors: dict[str, FloatArray], metadata: dict[str, str]) -> None:
-    save_file({name: np.ascontiguousarray(leaf) for name, leaf in tensors.items()}, path, metadata=metadata)
-    _fsync(path)
+    modules = [module for module in (*MODULES, HEAD) if f"{prefix}a.{module}" in tensors]
+    return {side: {module: tensors[f"{prefix}{side}.{module}"] for module in modules} for side in ("a", "b")}
 
 
 def _read(path: Path, prefixes: tuple[str, ...], metadata: dict[str, str]) -> dict[str, FloatArray]:
     """The tensors of a file that holds exactly the adapters named by `prefixes`, in float32, with exactly this metadata."""
-    expected = {f"{prefix}{side}.{module}" for prefix in prefixes for side in ("a", "b") for module in MODULES}
+
+    def names_of(*modules: str) -> set[str]:
+        return {f"{prefix}{side}.{module}" for prefix in prefixes for side in ("a", "b") for module in modules}
+
     try:
         with safe_open(path, framework="numpy") as file:
             found = file.metadata()
             if found != metadata:
                 raise AdapterFileCorruptError(f"{path} says that it is {found}, committed was {metadata}; it is another file, or damaged")
             names = set(file.keys())
+            expected = names_of(*MODULES) | (names_of(HEAD) if names & names_of(HEAD) else set())
             if names != expected:
                 raise AdapterFileCorruptError(f"{path} lacks tensors {sorted(expected - names)} and has unknown ones {sorted(names - expected)}")
             kinds = {file.get_slice(name).get_dtype() for name in names}
@@ -130,19 +130,3 @@ def _common_rank(folder: Path, trees: tuple[HostAdapter, ...]) -> int:
 def _compare(path: Path, found: int, committed: int) -> None:
     if found != committed:
         raise AdapterFileCorruptError(f"{path}: checksum {found}, committed {committed}; the file was changed or damaged")
-
-
-def _make_durable(folder: Path) -> None:
-    """Create a folder with its parents so that a power cut cannot take them back: each one's entry is synced in the folder above it."""
-    missing = [path for path in (folder, *folder.parents) if not path.exists()]
-    folder.mkdir(parents=True, exist_ok=True)
-    for path in missing:
-        _fsync(path.parent)
-
-
-def _fsync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

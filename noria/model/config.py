@@ -1,31 +1,60 @@
-"""Shape and constants of a decoder-only language model of the Llama family, and the numbers that follow from them.
+"""Shape and constants of a decoder-only language model, the families that noria reads, and the numbers that follow from them.
+
+There is one decoder. What sets a family apart is data: whether projections have biases, whether query and key heads are normed, how positions scale.
 
 Shape letters, used in every array name of noria:
     L layer   D model   F mlp   N query heads   K kv heads   H head size   V vocabulary
 
-This module deliberately reads no file: `model/weights.py` makes a `ModelConfig` from a model file's metadata.
+This module deliberately reads no file: `model/hf_folder.py` and `model/gguf_model.py` make a `ModelConfig` of a model's files.
 """
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
 from noria.errors import ModelFileCorruptError, ModelUnsupportedError
+from noria.model.rope import Rope
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """What an architecture adds to the plain decoder.
+
+    model_type: in config.json. gguf: llama.cpp's name of it. has_qkv_bias, has_qk_norm: always. reads_attention_bias: `attention_bias` in config.json
+    gives q, k, v and o biases. window_needs_flag: `sliding_window` counts only where `use_sliding_window` is true.
+    """
+
+    model_type: str
+    gguf: str
+    has_qkv_bias: bool = False
+    has_qk_norm: bool = False
+    reads_attention_bias: bool = False
+    window_needs_flag: bool = False
+
+
+FAMILIES: Final = {
+    "LlamaForCausalLM": Family("llama", "llama", reads_attention_bias=True),
+    "MistralForCausalLM": Family("mistral", "llama"),
+    "Qwen2ForCausalLM": Family("qwen2", "qwen2", has_qkv_bias=True, window_needs_flag=True),
+    "Qwen3ForCausalLM": Family("qwen3", "qwen3", has_qk_norm=True, reads_attention_bias=True, window_needs_flag=True),
+}
+"""Every architecture that noria reads, by its name in config.json."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """A Llama-family decoder: RMSNorm, rotary positions (halves convention), grouped-query attention, gated SiLU MLP, no biases.
+    """A decoder: RMSNorm, rotary positions (halves convention), grouped-query attention, gated SiLU MLP.
 
     name: for messages. num_layers L, hidden_size D, intermediate_size F, num_heads N, num_kv_heads K, head_dim H, vocab_size V: all >= 1.
-    rope_theta: base of the rotary frequencies, > 0. rms_norm_eps: > 0. max_context: positions the model was trained for.
-    tie_embeddings: the unembedding is the embedding.
+    rope: rotary frequencies of H / 2 pairs. rms_norm_eps: > 0. max_context: positions the model was trained for. tie_embeddings: the unembedding is
+    the embedding. qkv_bias, o_bias: the projections have biases. qk_norm: each head of q and k is normed before it is rotated. family: the
+    architecture's name in config.json, a key of FAMILIES.
 
     Raises ModelFileCorruptError if a number is out of range, ModelUnsupportedError for a readable shape that noria does not implement
-    (query heads that kv heads do not divide, an odd head size).
+    (query heads that kv heads do not divide, an odd head size, an unknown family).
     """
 
     name: str
@@ -36,14 +65,18 @@ class ModelConfig:
     num_kv_heads: int
     head_dim: int
     vocab_size: int
-    rope_theta: float
+    rope: Rope
     rms_norm_eps: float
     max_context: int
     tie_embeddings: bool
+    qkv_bias: bool = False
+    o_bias: bool = False
+    qk_norm: bool = False
+    family: str = "LlamaForCausalLM"
 
     def __post_init__(self) -> None:
         sizes = ("num_layers", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim", "vocab_size", "max_context")
-        for field in (*sizes, "rope_theta", "rms_norm_eps"):
+        for field in (*sizes, "rms_norm_eps"):
             value = getattr(self, field)
             if not (math.isfinite(value) and value > 0):
                 raise ModelFileCorruptError(f"{self.name}: {field} is {value}, expected a finite number > 0")
@@ -51,13 +84,17 @@ class ModelConfig:
             raise ModelUnsupportedError(f"{self.name}: {self.num_kv_heads} kv heads do not divide {self.num_heads} query heads")
         if self.head_dim % 2:
             raise ModelUnsupportedError(f"{self.name}: head size {self.head_dim} is odd; rotary positions pair its two halves")
+        if self.family not in FAMILIES:
+            raise ModelUnsupportedError(f"{self.name} has architecture {self.family!r}; noria reads {', '.join(FAMILIES)}")
+        if len(self.rope.inverse_frequencies) != self.head_dim // 2:
+            raise ModelFileCorruptError(f"{self.name}: {len(self.rope.inverse_frequencies)} rotary frequencies for heads of size {self.head_dim}")
 
     @property
     def layer_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shape of each weight of one layer, as stored: matrices are [in, out], so that y = x @ w."""
+        """Shape of each weight of one layer, as stored: matrices are [in, out], so that y = x @ w. Biases and head norms only where there are any."""
         d, f, h = self.hidden_size, self.intermediate_size, self.head_dim
         n, k = self.num_heads * h, self.num_kv_heads * h
-        return {
+        shapes: dict[str, tuple[int, ...]] = {
             "attn_norm": (d,),
             "q": (d, n),
             "k": (d, k),
@@ -68,6 +105,9 @@ class ModelConfig:
             "up": (d, f),
             "down": (f, d),
         }
+        shapes |= {"q_bias": (n,), "k_bias": (k,), "v_bias": (k,)} if self.qkv_bias else {}
+        shapes |= {"o_bias": (d,)} if self.o_bias else {}
+        return shapes | ({"q_norm": (h,), "k_norm": (h,)} if self.qk_norm else {})
 
     @property
     def top_shapes(self) -> dict[str, tuple[int, ...]]:

@@ -4,13 +4,16 @@ Shapes (legend of the whole package `model`):
     L layer   A adapter slot   R row of positions (a tile: all its positions belong to one run)   C position within a row
     D model   I in features    O out features   r rank of the class (smaller ranks are padded with zeros)
 
-A delta is `scale * (x @ a) @ b`, computed in float32, with scale = alpha / rank applied at use and never folded in. Padding stays zero by
+A delta is `scale * (x @ a) @ b`, computed in float32, with `LoraSpec.scale` applied at use and never folded in. Padding stays zero by
 itself: where a's column and b's row are both zero, both gradients are zero, and so are the moments. The same holds for a module that a run
 does not train: its a and b are zero.
+
+An adapter on the host may also carry the unembedding, module "head": a [1, D, r], b [1, r, V]. It is read, exported, merged and stored; the
+resident slots have no room for it (`misfit`).
 """
 
 from collections.abc import Iterator, Mapping
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -22,12 +25,14 @@ from noria.types import FloatArray, LoraSpec
 ATTENTION_MODULES = ("q", "k", "v", "o")
 MLP_MODULES = ("gate", "up", "down")
 MODULES = ATTENTION_MODULES + MLP_MODULES
+HEAD = "head"
+"""The unembedding, as a module: outside the layers, so its leaves have one "layer"."""
 
 AdapterTree: TypeAlias = dict[str, dict[str, jax.Array]]
 """{"a": {module: [..., I, r]}, "b": {module: [..., r, O]}}; leading axes: [L, A] stacked slots, [L] one run, [A] one layer, [R] gathered."""
 
 HostAdapter: TypeAlias = dict[str, dict[str, FloatArray]]
-"""One run's adapter on the host: {"a": {module: [L, I, r]}, "b": {module: [L, r, O]}}, r = the rank class."""
+"""One run's adapter on the host: {"a": {module: [L, I, r]}, "b": {module: [L, r, O]}}, r = the rank class; "head", if any, has 1 in place of L."""
 
 
 class AdapterState(NamedTuple):
@@ -71,17 +76,30 @@ def adapter_shapes(config: ModelConfig, max_rank: int) -> dict[str, dict[str, tu
     }
 
 
-def misfit(adapter: HostAdapter, config: ModelConfig, max_rank: int) -> str | None:
-    """Why an adapter of one run is not one of this model in this rank class (modules, shapes, dtype), None if it is."""
-    shapes = adapter_shapes(config, max_rank)
-    if unknown := {(side, module) for side, leaves in adapter.items() for module in leaves if module not in shapes.get(side, {})}:
+def host_shapes(config: ModelConfig, rank: int) -> dict[str, dict[str, tuple[int, int, int]]]:
+    """Shapes of a host adapter's leaves, those of the unembedding included: a [L, I, r], b [L, r, O]."""
+    head = {"a": (1, config.hidden_size, rank), "b": (1, rank, config.vocab_size)}
+    shapes = adapter_shapes(config, rank)
+    return {side: {m: (config.num_layers, *shape) for m, shape in shapes[side].items()} | {HEAD: head[side]} for side in shapes}
+
+
+def misfit(adapter: HostAdapter, config: ModelConfig, max_rank: int, *, with_head: bool = False) -> str | None:
+    """Why an adapter of one run is not one of this model in this rank class (modules, shapes, dtype), None if it is.
+
+    with_head: it may adapt the unembedding, which the resident slots cannot.
+    """
+    shapes, found = host_shapes(config, max_rank), {(side, module) for side, leaves in adapter.items() for module in leaves}
+    if unknown := {(side, module) for side, module in found if module not in shapes.get(side, {})}:
         return f"the model has no {sorted(unknown)}"
+    has_head = any(module == HEAD for _, module in found)
+    if has_head and not with_head:
+        return f"it adapts the unembedding (module {HEAD!r}), which learner and sampler have no room for"
     for side in shapes:
-        for module, shape in shapes[side].items():
-            leaf, expected = adapter.get(side, {}).get(module), (config.num_layers, *shape)
+        for module in MODULES + (HEAD,) * has_head:
+            leaf, expected = adapter.get(side, {}).get(module), shapes[side][module]
             if leaf is None or leaf.shape != expected or leaf.dtype != np.float32:
-                found = "nothing" if leaf is None else f"{leaf.dtype} {leaf.shape}"
-                return f"{side} of module {module!r} is {found}, expected float32 {expected}"
+                got = "nothing" if leaf is None else f"{leaf.dtype} {leaf.shape}"
+                return f"{side} of module {module!r} is {got}, expected float32 {expected}"
     return None
 
 
@@ -112,7 +130,11 @@ def zero_adapter(config: ModelConfig, max_rank: int) -> HostAdapter:
 
 def initial_state(config: ModelConfig, spec: LoraSpec, max_rank: int, seed: int) -> AdapterState:
     """A new run's state: `initial_adapter`, moments zero, no steps."""
-    params = initial_adapter(config, spec, max_rank, seed)
+    return fresh_state(initial_adapter(config, spec, max_rank, seed))
+
+
+def fresh_state(params: HostAdapter) -> AdapterState:
+    """The state of a run that starts from `params`: moments zero, no steps."""
     return AdapterState(params, jax.tree.map(np.zeros_like, params), jax.tree.map(np.zeros_like, params), 0)
 
 
@@ -164,7 +186,7 @@ _MIX = (0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D, 0x27D4EB2F)
 def layer_checksum(layer: Mapping[str, Mapping[str, jax.Array]], index: int) -> jax.Array:
     """uint32 checksum of one run's adapter in one layer (leaves a [I, r], b [r, O]) on the device; `checksum` is the sum over layers modulo 2^32."""
     total = jnp.uint32(0)
-    for side, module, salt in _leaf_salts():
+    for side, module, salt in _leaf_salts(layer):
         leaf = layer[side][module]
         bits = jax.lax.bitcast_convert_type(leaf.astype(jnp.float32), jnp.uint32)
         row = jnp.arange(leaf.shape[0], dtype=jnp.uint32)[:, None] * jnp.uint32(_MIX[0])
@@ -181,7 +203,7 @@ def checksum(adapter: HostAdapter) -> int:
     the checksum is the same in every rank class. NumPy, since it runs beside the device thread and must neither compile nor wait for it.
     """
     total = 0
-    for side, module, salt in _leaf_salts():
+    for side, module, salt in _leaf_salts(adapter):
         leaf = adapter[side][module]
         num_layers, num_rows, num_columns = leaf.shape
         bits = np.ascontiguousarray(leaf, np.float32).view(np.uint32).reshape(num_layers, -1)
@@ -194,8 +216,9 @@ def checksum(adapter: HostAdapter) -> int:
     return total % 2**32
 
 
-def _leaf_salts() -> Iterator[tuple[str, str, int]]:
-    """(side, module, what sets the leaf's weights apart from every other leaf's)."""
+def _leaf_salts(adapter: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, str, int]]:
+    """(side, module, what sets the leaf's weights apart from every other leaf's) of the modules that `adapter` has."""
     for s, side in enumerate(("a", "b")):
-        for m, module in enumerate(MODULES):
-            yield side, module, (2 * m + s + 1) * _MIX[3]
+        for m, module in enumerate((*MODULES, HEAD)):
+            if module in adapter[side]:
+                yield side, module, (2 * m + s + 1) * _MIX[3]

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import numpy.typing as npt
 
-from noria.model.weights import Params, aligned_empty
+from noria.model.params import Params, aligned_empty
 
 HostArray: TypeAlias = npt.NDArray[Any]
 
@@ -52,7 +52,7 @@ def _cpu_flags() -> frozenset[str]:
 
 
 def place(params: Params, dtype: npt.DTypeLike = np.float32) -> BaseParams:
-    """Put host weights on the default device, matrices in `dtype`, norms in float32 always.
+    """Put host weights on the default device, matrices in `dtype`, norms and biases in float32 always.
 
     params: NumPy arrays, left as they are; on CPU JAX keeps them alive for as long as an array aliases them.
     """
@@ -73,7 +73,7 @@ def _put(array: HostArray) -> jax.Array:
 
 
 def _cast(name: str, array: HostArray, dtype: npt.DTypeLike) -> HostArray:
-    if name.endswith("norm") or array.dtype == dtype:
+    if name.endswith(("norm", "bias")) or array.dtype == dtype:
         return array
     cast = aligned_empty(array.shape, dtype)
     cast[...] = array

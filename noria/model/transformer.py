@@ -15,14 +15,15 @@ import jax.numpy as jnp
 
 from noria.model.attention import Pairs, attend
 from noria.model.config import ModelConfig
-from noria.model.lora import RowAdapters, delta
+from noria.model.lora import HEAD, HostAdapter, RowAdapters, delta
 from noria.types import TILE, IntArray
 
 Weights: TypeAlias = Mapping[str, jax.Array]
-"""One layer's base weights: attn_norm [D], q [D, N*H], k, v [D, K*H], o [N*H, D], mlp_norm [D], gate, up [D, F], down [F, D]."""
+"""One layer's base weights: attn_norm [D], q [D, N*H], k, v [D, K*H], o [N*H, D], mlp_norm [D], gate, up [D, F], down [F, D]; and, where the model
+has them, q_bias [N*H], k_bias, v_bias [K*H], o_bias [D], q_norm, k_norm [H]."""
 
 Angles: TypeAlias = tuple[jax.Array, jax.Array]
-"""cos and sin of the rotary angles, [R, C, 1, H/2] each."""
+"""cos and sin of the rotary angles, [R, C, 1, H/2] each, both times the attention factor."""
 
 Attention: TypeAlias = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 """(q [R, C, N, H], k [R, C, K, H], v [R, C, K, H]) -> out [R, C, N, H]."""
@@ -30,10 +31,9 @@ Attention: TypeAlias = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 def rotary_angles(config: ModelConfig, position_RC: jax.Array) -> Angles:
     """Angles of the given positions (Su et al., RoFormer, eq. 15), float32."""
-    half = config.head_dim // 2
-    inverse = config.rope_theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    inverse = jnp.array(config.rope.inverse_frequencies, jnp.float32)
     angle = position_RC[..., None, None].astype(jnp.float32) * inverse
-    return jnp.cos(angle), jnp.sin(angle)
+    return jnp.cos(angle) * config.rope.attention_factor, jnp.sin(angle) * config.rope.attention_factor
 
 
 def rotate(x_RCNH: jax.Array, angles: Angles) -> jax.Array:
@@ -64,22 +64,25 @@ def head_product(params: Mapping[str, Any], normed_MD: jax.Array) -> jax.Array:
 
 
 def project(weights: Weights, adapters: RowAdapters | None, name: str, x_RCI: jax.Array) -> jax.Array:
-    """x @ weight + the rows' LoRA deltas, float32 [R, C, O]; the base product runs in the weight's dtype."""
-    weight = weights[name]
+    """x @ weight + bias + the rows' LoRA deltas, float32 [R, C, O]; the base product runs in the weight's dtype."""
+    weight, bias_O = weights[name], weights.get(f"{name}_bias")
     rows, length, size = x_RCI.shape
     x = x_RCI.reshape(rows * length, size).astype(weight.dtype)
     y = jnp.matmul(x, weight, preferred_element_type=jnp.float32, precision=precision_of(weight)).reshape(rows, length, -1)
+    y = y if bias_O is None else y + bias_O
     return y if adapters is None else y + delta(x_RCI, adapters.a[name], adapters.b[name], adapters.scale_R)
 
 
 def before_attention(
     weights: Weights, adapters: RowAdapters | None, x_RCD: jax.Array, angles: Angles, config: ModelConfig
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Norm, q/k/v projections, rotary: q [R, C, N, H], k and v [R, C, K, H]."""
+    """Norm, q/k/v projections, head norms where the model has them, rotary: q [R, C, N, H], k and v [R, C, K, H]."""
     h = rms_norm(x_RCD, weights["attn_norm"], config.rms_norm_eps)
-    q, k, v = (project(weights, adapters, name, h) for name in ("q", "k", "v"))
     heads = (*x_RCD.shape[:2], -1, config.head_dim)
-    return rotate(q.reshape(heads), angles), rotate(k.reshape(heads), angles), v.reshape(heads)
+    q, k, v = (project(weights, adapters, name, h).reshape(heads) for name in ("q", "k", "v"))
+    if config.qk_norm:
+        q, k = (rms_norm(x, weights[f"{name}_norm"], config.rms_norm_eps) for name, x in (("q", q), ("k", k)))
+    return rotate(q, angles), rotate(k, angles), v
 
 
 def after_attention(weights: Weights, adapters: RowAdapters | None, x_RCD: jax.Array, out_RCNH: jax.Array, config: ModelConfig) -> jax.Array:
@@ -109,10 +112,13 @@ def unembed(params: Mapping[str, Any], h_MD: jax.Array, config: ModelConfig) -> 
     return head_product(params, rms_norm(h_MD, params["final_norm"], config.rms_norm_eps))
 
 
-def forward_logits(params: Mapping[str, Any], config: ModelConfig, ids_T: IntArray) -> jax.Array:
-    """Plain causal logits [T, V] of one sequence without adapters, float32: the entry point for comparisons with other implementations.
+def forward_logits(
+    params: Mapping[str, Any], config: ModelConfig, ids_T: IntArray, adapter: HostAdapter | None = None, scale: float = 0.0
+) -> jax.Array:
+    """Plain causal logits [T, V] of one sequence, float32: the entry point for comparisons with other implementations.
 
-    params: stacked weights (`{"embed", "final_norm", "layers": {name: [L, ...]}}`, "head" if untied).
+    params: stacked weights (`{"embed", "final_norm", "layers": {name: [L, ...]}}`, "head" if untied). adapter: one run's, scaled by `scale`; its
+    module "head", where it has one, adds its delta to the logits.
     """
     length = len(ids_T)
     blocks = -(-length // TILE)
@@ -129,5 +135,18 @@ def forward_logits(params: Mapping[str, Any], config: ModelConfig, ids_T: IntArr
 
     x = embed(params, ids_RC)
     for layer in range(config.num_layers):
-        x = block({name: w[layer] for name, w in params["layers"].items()}, None, x, angles=angles, attention=attention, config=config)
-    return unembed(params, x.reshape(blocks * TILE, -1)[:length], config)
+        weights = {name: w[layer] for name, w in params["layers"].items()}
+        x = block(weights, _same_in_rows(adapter, layer, scale, blocks), x, angles=angles, attention=attention, config=config)
+    h_TD = rms_norm(x.reshape(blocks * TILE, -1)[:length], params["final_norm"], config.rms_norm_eps)
+    logits_TV = head_product(params, h_TD)
+    if adapter is None or HEAD not in adapter["a"]:
+        return logits_TV
+    return logits_TV + delta(h_TD[None], jnp.asarray(adapter["a"][HEAD]), jnp.asarray(adapter["b"][HEAD]), jnp.full(1, scale))[0]
+
+
+def _same_in_rows(adapter: HostAdapter | None, layer: int, scale: float, num_rows: int) -> RowAdapters | None:
+    """One run's adapter of one layer for every row."""
+    if adapter is None:
+        return None
+    a, b = ({m: jnp.broadcast_to(leaf[layer], (num_rows, *leaf.shape[1:])) for m, leaf in adapter[side].items() if m != HEAD} for side in ("a", "b"))
+    return RowAdapters(a, b, jnp.full(num_rows, scale))
