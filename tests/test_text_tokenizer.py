@@ -13,11 +13,13 @@ from noria.errors import ConfigError, InvalidRequestError
 from noria.model.gguf_file import read_gguf
 from noria.model.weights import _packaged, load_base
 from noria.protocols import Tokenizer
-from noria.text.tokenizer import BpeTokenizer, ByteTokenizer
+from noria.text.tokenizer import ByteTokenizer, FastTokenizer, SpecialTokens, byte_level_bpe
+
+SMALL = SpecialTokens(range(len(SPECIAL)), (2,))
 
 
-def small_bpe() -> BpeTokenizer:
-    return BpeTokenizer(tokens(), MERGES, special_ids=range(len(SPECIAL)), eos_id=2)
+def small_bpe() -> FastTokenizer:
+    return byte_level_bpe(tokens(), MERGES, SMALL)
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +29,7 @@ def smollm() -> tuple[Tokenizer, list[str], list[str]]:
     texts, merges = metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.merges"]
     assert isinstance(texts, list)
     assert isinstance(merges, list)
-    return BpeTokenizer(texts, merges, special_ids=range(17), eos_id=2), texts, merges
+    return byte_level_bpe(texts, merges, SpecialTokens(range(17), (2,))), texts, merges
 
 
 def split_words(text: str) -> list[str]:
@@ -91,7 +93,7 @@ def test_any_text_comes_back_whole(text: str) -> None:
 
 
 def test_a_character_that_the_vocabulary_lacks_is_refused_by_name() -> None:
-    without_z = BpeTokenizer([t for t in tokens() if t != "z"], MERGES, special_ids=range(len(SPECIAL)), eos_id=2)
+    without_z = byte_level_bpe([t for t in tokens() if t != "z"], MERGES, SMALL)
     with pytest.raises(InvalidRequestError, match=r"'z' \(U\+007A\) at position 2"):
         without_z.encode("éazy zz")
     assert without_z.decode(without_z.encode("hello y")) == "hello y"
@@ -161,11 +163,12 @@ def test_the_tiny_tokenizer_covers_the_tiny_vocabulary() -> None:
         ({"merges": ["h q"]}, "merge 'h q'"),
         ({"merges": ["h"]}, "merge 'h '"),
         ({"tokens": [*tokens(), "he"]}, "1 tokens are given twice"),
-        ({"special_ids": [999]}, "outside"),
-        ({"eos_id": -1}, "outside"),
+        ({"special": SpecialTokens([999], (2,))}, "id 999, named as special, is outside"),
+        ({"special": SpecialTokens([0], (-1,))}, "outside"),
+        ({"special": SpecialTokens([0], (2,), 999)}, "outside"),
     ],
 )
 def test_a_vocabulary_that_does_not_fit_together_is_refused(change: dict, match: str) -> None:
-    arguments = {"tokens": tokens(), "merges": MERGES, "special_ids": [0, 1, 2], "eos_id": 2} | change
+    arguments = {"tokens": tokens(), "merges": MERGES, "special": SMALL} | change
     with pytest.raises(ValueError, match=match):
-        BpeTokenizer(**arguments)
+        byte_level_bpe(**arguments)
