@@ -21,7 +21,9 @@ class Letters:
     """One token per character, except that the pair "th" is one token of its own when encoded: decode then encode is not one-to-one."""
 
     vocab_size = 300
+    bos_id = None
     eos_id = EOS
+    end_ids = (EOS,)
 
     def encode(self, text):
         return tuple(ord(c) for c in text.replace("th", chr(299)))
@@ -94,15 +96,16 @@ def rules_for(make, **changes) -> EpisodeRules:
     return replace(rules, **changes)
 
 
-def seams_for(sampler, clock, *, max_threads=8) -> Seams:
+def seams_for(sampler, clock, *, max_threads=8, tokenizer=None, chat=None) -> Seams:
     hung = HungThreads()
-    return Seams(sampler, Letters(), clock, SpanRecorder(clock), AbandonableThreads(max_threads, hung), EnvironmentLoops(hung))
+    threads, loops = AbandonableThreads(max_threads, hung), EnvironmentLoops(hung)
+    return Seams(sampler, tokenizer or Letters(), clock, SpanRecorder(clock), threads, loops, chat)
 
 
-def play(make, *, sampler=None, clock=None, task=None, member=0, **changes):
+def play(make, *, sampler=None, clock=None, task=None, member=0, tokenizer=None, chat=None, **changes):
     clock = clock or VirtualClock()
     sampler = sampler or ScriptedSampler(clock, ["answer\n"])
-    seams = seams_for(sampler, clock)
+    seams = seams_for(sampler, clock, tokenizer=tokenizer, chat=chat)
     try:
         return clock.run(run_episode(seams, rules_for(make, **changes), task or Task(2, 5), episode_id="e", member=member))
     finally:

@@ -10,21 +10,21 @@ from noria.config import AlgorithmConfig
 from noria.types import Completion, Entries, Episode, EpisodeGroup, IntArray, Task, Turn
 
 Trained = tuple[int, tuple[int, ...], int, float, float, float, float, int]
-"""One entry without positions: episode, ids before the target, target, temperature, behavior_logprob, advantage, weight, version."""
+"""One entry without positions: sequence, ids before the target, target, temperature, behavior_logprob, advantage, weight, version."""
 
 
 def algorithm(**settings: Any) -> AlgorithmConfig:
     return AlgorithmConfig(steps=1, **settings)
 
 
-def turn(observation: tuple[int, ...], sampled: tuple[int, ...], temperature: float = 1.0, version: int = 0) -> Turn:
+def turn(observation: tuple[int, ...], sampled: tuple[int, ...], temperature: float = 1.0, version: int = 0, keep: int | None = None) -> Turn:
     """Behavior_logprobs tell the tokens of a turn apart."""
     logprobs = tuple(-0.5 - 0.01 * k - 0.1 * token for k, token in enumerate(sampled))
-    return Turn(observation, Completion(sampled, logprobs, tuple(version + k % 2 for k in range(len(sampled))), "stop"), temperature)
+    return Turn(observation, Completion(sampled, logprobs, tuple(version + k % 2 for k in range(len(sampled))), "stop"), temperature, keep)
 
 
-def episode(member: int, *turns: Turn, reward: float = 0.0, truncated: bool = False) -> Episode:
-    return Episode(f"episode-{member}", member, turns, reward, truncated)
+def episode(member: int, *turns: Turn, reward: float = 0.0, truncated: bool = False, parts: dict[str, float] | None = None) -> Episode:
+    return Episode(f"episode-{member}", member, turns, reward, truncated, tuple((parts or {}).items()))
 
 
 def group(*episodes: Episode, name: str = "group") -> EpisodeGroup:
@@ -38,27 +38,27 @@ def trained_rows(ids_T: IntArray, end_T: IntArray, entries: Entries) -> list[Tra
         i = int(entries.predict_from_M[m])
         context = tuple(int(ids_T[j]) for j in range(i + 1) if i < end_T[j])
         columns = (entries.temperature_M, entries.behavior_logprobs_M, entries.advantage_M, entries.weight_M, entries.version_M)
-        rows.append((int(entries.episode_M[m]), context, int(entries.target_M[m]), *(c[m].item() for c in columns)))
+        rows.append((int(entries.sequence_M[m]), context, int(entries.target_M[m]), *(c[m].item() for c in columns)))
     return rows
 
 
 @st.composite
 def batches(draw: st.DrawFn, max_groups: int = 3, max_tokens: int = 4) -> list[EpisodeGroup]:
-    """Groups over a tiny vocabulary, so that heads are shared in every way: within and across groups, as prefixes, as duplicates."""
+    """Groups over a tiny vocabulary, so that heads are shared in every way: within and across groups, as prefixes, as duplicates, by forks."""
     ids = st.integers(0, 1)
     groups = []
     for g in range(draw(st.integers(0, max_groups))):
         episodes = []
         for member in range(draw(st.integers(1, 4))):
-            turns = [
-                turn(
-                    tuple(draw(st.lists(ids, min_size=1 if t == 0 else 0, max_size=max_tokens))),
-                    tuple(draw(st.lists(ids, max_size=max_tokens))),
-                    draw(st.sampled_from([0.0, 0.7, 1.0])),
-                    draw(st.integers(0, 3)),
-                )
-                for t in range(draw(st.integers(0, 3)))
-            ]
+            turns: list[Turn] = []
+            length = 0
+            for _ in range(draw(st.integers(0, 4))):
+                keep = draw(st.none() | st.integers(0, length))
+                num_kept = length if keep is None else keep
+                observed = tuple(draw(st.lists(ids, min_size=0 if num_kept else 1, max_size=max_tokens)))
+                sampled = tuple(draw(st.lists(ids, max_size=max_tokens)))
+                turns.append(turn(observed, sampled, draw(st.sampled_from([0.0, 0.7, 1.0])), draw(st.integers(0, 3)), keep))
+                length = num_kept + len(observed) + len(sampled)
             reward = draw(st.sampled_from([0.0, 0.5, 1.0]))
             episodes.append(episode(member, *turns, reward=reward, truncated=draw(st.booleans())))
         groups.append(group(*draw(st.permutations(episodes)), name=f"group-{g}"))

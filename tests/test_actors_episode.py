@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from actor_builders import EOS, NEWLINE, Echo, Factory, Letters, ScriptedSampler, play, rules_for, seams_for
 
-from noria.actors.episode import action_of, run_episode
+from noria.actors.dialogue import action_of
+from noria.actors.episode import run_episode
 from noria.actors.rules import rules_of, stop_ids
 from noria.clock import VirtualClock
 from noria.config import RunConfig
@@ -21,7 +22,7 @@ from noria.errors import (
     RewardNotFiniteError,
 )
 from noria.protocols import Step
-from noria.types import Completion, Task
+from noria.types import Task
 
 
 def test_a_single_turn_is_prompt_then_sampled_ids():
@@ -53,8 +54,8 @@ def test_the_environment_sees_the_action_without_its_stop(reply, action):
 
 
 def test_only_the_last_stop_id_is_taken_off():
-    assert action_of(Completion((1, NEWLINE, 2), (0.0,) * 3, (0,) * 3, "length"), (NEWLINE,)) == (1, NEWLINE, 2)
-    assert action_of(Completion((), (), (), "length"), (NEWLINE,)) == ()
+    assert action_of((1, NEWLINE, 2), (NEWLINE,)) == (1, NEWLINE, 2)
+    assert action_of((), (NEWLINE,)) == ()
 
 
 def test_cut_completions_and_missing_turns_make_an_episode_truncated():

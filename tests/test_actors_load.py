@@ -86,7 +86,7 @@ def test_a_class_can_be_given_itself():
     ("name", "settings", "error", "message"),
     [
         ("additoin", {}, EnvironmentFailedError, "no built-in environment 'additoin'; did you mean 'addition'"),
-        ("zzz", {}, EnvironmentFailedError, r'known: addition, doubling, .*"file\.py:Class"'),
+        ("zzz", {}, EnvironmentFailedError, r'known: addition, calculator, doubling, .*"file\.py:Class"'),
         ("nowhere.py:X", {}, EnvironmentFailedError, r"no file .*nowhere\.py"),
         ("my_env.py:CountDown", {}, EnvironmentFailedError, "no class 'CountDown'; did you mean 'Countdown'"),
         ("my_env.py:Countdown", {"strat": 3}, ConfigError, "no setting 'strat'; did you mean 'start'"),

@@ -29,7 +29,9 @@ class Characters:
     """One token per character."""
 
     vocab_size = 200_000
+    bos_id = None
     eos_id = 0
+    end_ids = (0,)
 
     def encode(self, text):
         return tuple(map(ord, text))

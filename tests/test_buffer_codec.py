@@ -26,7 +26,7 @@ def turns(draw, logprobs):
         tuple(draw(st.lists(st.integers(0, 10**6), min_size=size, max_size=size))),
         draw(st.sampled_from(["stop", "length"])),
     )
-    return Turn(tuple(draw(st.lists(token_ids, max_size=6))), completion, draw(finite))
+    return Turn(tuple(draw(st.lists(token_ids, max_size=6))), completion, draw(finite), draw(st.none() | token_ids))
 
 
 @st.composite
@@ -41,6 +41,18 @@ def groups(draw):
 @given(groups())
 def test_a_group_comes_back_equal(group):
     assert decode_group(encode_group(group)) == group
+
+
+def test_groups_that_were_stored_before_episodes_could_fork_still_decode():
+    group = EpisodeGroup("g", "r", Task(0, 0), (Episode("e", 0, (Turn((1, 2), Completion((3,), (-0.5,), (7,), "stop"), 1.0),), 1.0),))
+    header = (
+        b'{"group_id":"g","run_id":"r","task":[0,0],"num_failed":0,"is_float32":true,"num_observed":2,"num_sampled":1,'
+        b'"episodes":[["e",0,1.0,false,[],[[2,1,"stop",1.0]]]]}'
+    )
+    arrays = b"".join(np.array(values, dtype).tobytes() for values, dtype in (([1, 2], "<i4"), ([3], "<i4"), ([7], "<i4"), ([-0.5], "<f4")))
+    stored = b"NGR1" + len(header).to_bytes(4, "little") + header + arrays
+    assert decode_group(stored) == group
+    assert encode_group(group) == stored, "an episode that did not fork is stored as before"
 
 
 def test_float32_logprobs_take_four_bytes_and_stay_exact():

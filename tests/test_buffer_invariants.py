@@ -84,12 +84,14 @@ class GroupLives(RuleBasedStateMachine):
             self.status[lease.group_id], self.tasks[lease.group_id], self.deadline[lease.group_id] = "admitted", lease.task, lease.deadline_s
 
     @precondition(lambda self: self.status)
-    @rule(data=st.data())
-    def put(self, data) -> None:
+    @rule(data=st.data(), drop=st.sampled_from([None, None, "no_signal"]))
+    def put(self, data, drop: str | None) -> None:
         group_id = self.pick(data)
-        stored = self.run(self.buffer.put(group_of(group_id, self.tasks[group_id], self.version)))
+        stored = self.run(self.buffer.put(group_of(group_id, self.tasks[group_id], self.version), drop=drop))
         assert stored == (self.status[group_id] == "admitted")
-        if stored:
+        if stored and drop:
+            self.settle(group_id, "dropped")
+        elif stored:
             self.status[group_id] = "ready"
 
     @precondition(lambda self: self.status)

@@ -268,6 +268,100 @@ def test_a_group_that_cannot_be_trained_is_refused(clock, buffer, episodes):
         clock.run(buffer.put(group_of(admit(clock, buffer), *episodes)))
 
 
+def forks(*keeps: int | None, observed: tuple[int, ...] = (5, 6)) -> Episode:
+    """Turns of two observed and one sampled id that keep so many ids each."""
+    turns = tuple(Turn(observed if k == 0 else (), Completion((7,), (-0.5,), (0,), "stop"), 1.0, keep) for k, keep in enumerate(keeps))
+    return Episode("e0", 0, turns, 1.0)
+
+
+def test_a_group_that_forked_comes_back_with_its_forks(clock, buffer):
+    lease = admit(clock, buffer)
+    group = group_of(lease, forks(None, 1, 1, None), episode(1))
+    assert group.episodes[0].paths == ((5, 6, 7), (5, 7), (5, 7, 7))
+    assert clock.run(buffer.put(group))
+    assert clock.run(buffer.lease("r", [lease.group_id])) == [group]
+
+
+@pytest.mark.parametrize(
+    ("broken", "message"),
+    [
+        (forks(None, 4), "keeps 4 ids of a path of 3 in turn 1"),
+        (forks(None, 1, 3), "keeps 3 ids of a path of 2 in turn 2"),
+        (forks(1), "keeps 1 ids of a path of 0 in turn 0"),
+        (forks(None, -1), "keeps -1 ids of a path of 3"),
+        (forks(None, 0), "nothing before what was sampled in turn 1"),
+        (forks(None, observed=()), "nothing before what was sampled in turn 0"),
+    ],
+)
+def test_a_fork_outside_its_path_is_refused(clock, buffer, broken, message):
+    with pytest.raises(InvalidRequestError, match=message):
+        clock.run(buffer.put(group_of(admit(clock, buffer), broken, episode(1))))
+
+
+def test_ids_that_a_fork_left_behind_are_checked_too(clock, buffer):
+    behind = replace(forks(None, 1).turns[0], completion=Completion((2**31,), (-0.5,), (0,), "stop"))
+    broken = replace(forks(None, 1), turns=(behind, forks(None, 1).turns[1]))
+    with pytest.raises(InvalidRequestError, match="outside"):
+        clock.run(buffer.put(group_of(admit(clock, buffer), broken, episode(1))))
+
+
+def test_a_group_put_to_be_dropped_is_recorded_settled_and_frees_its_place(clock, buffer, engine):
+    leases = [admit(clock, buffer) for _ in range(3)]
+    assert clock.run(buffer.admit("r", version=0, deadline_s=clock.wall() + 9)) is None
+    group = group_of(leases[0])
+    assert clock.run(buffer.put(group, drop="no_signal"))
+    stored = row(engine, group.group_id)
+    assert (stored.status, stored.reason, stored.num_episodes, stored.mean_reward, stored.oldest_version) == ("dropped", "no_signal", 2, 0.5, 0)
+    assert stored.num_sampled == 4
+    assert stored.settled_at_s == stored.ready_at_s == clock.wall()
+    assert stored.payload is None, "not kept unless asked"
+    assert admit(clock, buffer).admission == 3
+    for reason in (None, "no_signal", "failed"):
+        assert not clock.run(buffer.put(group, drop=reason)), "settled once"
+    assert clock.run(buffer.counts("r")).by_reason == {"no_signal": 1}
+    with pytest.raises(StateConflictError, match="never admitted"):
+        clock.run(buffer.put(replace(group, group_id="r-9"), drop="no_signal"))
+
+
+def test_a_ready_group_is_not_dropped_by_a_late_put(clock, buffer, engine):
+    lease = admit(clock, buffer)
+    assert clock.run(buffer.put(group_of(lease)))
+    assert not clock.run(buffer.put(group_of(lease), drop="no_signal"))
+    assert row(engine, lease.group_id).status == "ready"
+
+
+def test_settled_groups_are_read_back_in_admission_order(clock, engine):
+    buffer = SqliteBuffer(engine, clock, keep_payload=True)
+    clock.run(buffer.register_run("r", num_tasks=10, seed=0, num_places=6))
+    leases = [admit(clock, buffer) for _ in range(6)]
+    groups = [group_of(lease, episode(0, reward=float(lease.admission)), forks(None, 1)) for lease in leases]
+    groups = [replace(g, episodes=(g.episodes[0], replace(g.episodes[1], episode_id="e1", member=1))) for g in groups]
+    ids = [lease.group_id for lease in leases]
+    for group in groups[1:4]:
+        clock.run(buffer.put(group))
+    clock.run(buffer.lease("r", ids[1:4]))
+    clock.run(buffer.transaction(lambda c: (buffer.settle_trained(c, [ids[3]], 1), buffer.settle_trained(c, [ids[2], ids[1]], 2))))
+    clock.run(buffer.put(groups[0], drop="no_signal"))
+    clock.run(buffer.drop(ids[5], "failed"))
+    shown = [(s.group, s.status, s.reason, s.trained_version) for s in clock.run(buffer.settled("r"))]
+    assert shown == [
+        (groups[0], "dropped", "no_signal", None),
+        (groups[1], "trained", None, 2),
+        (groups[2], "trained", None, 2),
+        (groups[3], "trained", None, 1),
+    ], "not the one that is still admitted, nor the one that was never played"
+    assert [s.group for s in clock.run(buffer.settled("r", trained_version=2))] == groups[1:3]
+    assert clock.run(buffer.settled("r", trained_version=9)) == clock.run(buffer.settled("other")) == []
+    buffer.close()
+
+
+def test_settled_groups_whose_episodes_were_not_kept_are_an_error_that_names_the_setting(clock, buffer):
+    lease = admit(clock, buffer)
+    clock.run(buffer.put(group_of(lease), drop="no_signal"))
+    with pytest.raises(StateConflictError, match=r"1 settled groups of run 'r' were not kept \(the first is r-000000\).*keep_episodes = true"):
+        clock.run(buffer.settled("r"))
+
+
 def test_a_group_without_episodes_is_refused(clock, buffer):
     with pytest.raises(InvalidRequestError, match="no episodes"):
         clock.run(buffer.put(replace(group_of(admit(clock, buffer)), episodes=())))

@@ -8,12 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from noria.envs.builtin import BUILTIN
-from noria.envs.single_turn import SingleTurn, is_held_out, settings_of
+from noria.envs.problems import is_held_out
+from noria.envs.settings import settings_of
+from noria.envs.single_turn import SingleTurn
 from noria.envs.words import WORDS
 from noria.errors import ConfigError, EnvironmentFailedError
 from noria.types import Task
 
-each_environment = pytest.mark.parametrize("name", sorted(BUILTIN))
+each_environment = pytest.mark.parametrize("name", sorted(name for name, kind in BUILTIN.items() if issubclass(kind, SingleTurn)))
 
 
 def ask(name: str, index: int, seed: int = 0, **settings) -> tuple[str, SingleTurn]:

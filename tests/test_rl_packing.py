@@ -38,7 +38,7 @@ def longest_path(tree: TokenTree) -> int:
 
 
 def most_entries(tree: TokenTree) -> int:
-    return max(Counter(tree.entries.episode_M.tolist()).values(), default=1)
+    return max(Counter(tree.entries.sequence_M.tolist()).values(), default=1)
 
 
 def forked_pieces(num_groups: int, seed: int, shape: MicrobatchShape = SHAPES[-1], **lengths: int) -> tuple[Piece, ...]:
@@ -92,8 +92,8 @@ def test_cutting_keeps_each_entry_once_with_its_context(groups, spare_positions,
         assert 0 < len(piece.ids_T) <= shape.num_positions
         assert 0 < len(piece.entries) <= shape.num_entries
         rows = trained_rows(piece.ids_T, piece.end_T, piece.entries)
-        chosen = set(piece.entries.episode_M.tolist())
-        assert rows == [r for r in expected if r[0] in chosen]  # whole episodes, in the tree's order
+        chosen = set(piece.entries.sequence_M.tolist())
+        assert rows == [r for r in expected if r[0] in chosen]  # whole sequences, in the tree's order
         depths = [sum(j <= i < piece.end_T[j] for j in range(i)) for i in range(len(piece.ids_T))]
         assert depths == piece.depth_T.tolist()
         needed = {j for i in piece.entries.predict_from_M for j in range(i + 1) if i < piece.end_T[j]}
@@ -137,6 +137,17 @@ def test_more_entries_than_the_axis_holds_repeat_their_positions():
     pieces = cut(tree, tiny(16, 32))
     assert [len(p.entries) for p in pieces] == [30, 30, 10]
     assert all(p.ids_T.tolist() == tree.ids_T.tolist() for p in pieces)
+
+
+def test_an_episode_whose_paths_are_together_longer_than_the_axis_trains_path_by_path():
+    forks = [turn((k + 2,) * 80, (9, k), keep=20 if k else None) for k in range(4)]
+    long = episode(0, turn((1,) * 20, (8,)), *forks, reward=1.0)
+    tree, _ = build_tree([group(long, episode(1))], algorithm())
+    assert len(tree) > 256
+    pieces = cut(tree, microbatch_shape(128))
+    assert len(pieces) == 4
+    assert sorted(s for p in pieces for s in set(p.entries.sequence_M.tolist())) == [0, 1, 2, 3]
+    assert sum(len(p.entries) for p in pieces) == long.num_sampled
 
 
 def test_a_path_longer_than_the_axis_is_refused_with_both_sizes():
@@ -233,8 +244,8 @@ def assert_well_formed(plan: MicrobatchPlan, batch: Microbatch) -> None:
     tail = slice(batch.num_entries, None)
     assert not batch.entries.weight_M[tail].any()
     assert (batch.entries.temperature_M[tail] == 1).all()
-    assert not set(batch.entries.episode_M[tail].tolist()) & set(batch.entries.episode_M[: batch.num_entries].tolist())
-    assert batch.entries.episode_M.max() < shape.num_entries
+    assert not set(batch.entries.sequence_M[tail].tolist()) & set(batch.entries.sequence_M[: batch.num_entries].tolist())
+    assert batch.entries.sequence_M.max() < shape.num_entries
 
 
 @pytest.mark.parametrize("max_positions", [256, 1024])
@@ -258,7 +269,7 @@ def test_packed_arrays_obey_the_mask_rule_and_list_every_pair(max_positions):
         ends = [p.first_entry + p.num_entries for p in batch.placed]
         assert [p.first_entry for p in batch.placed] == [0, *ends[:-1]]
         assert batch.num_entries == ends[-1]
-        owners = [set(batch.entries.episode_M[p.first_entry : p.first_entry + p.num_entries].tolist()) for p in batch.placed]
+        owners = [set(batch.entries.sequence_M[p.first_entry : p.first_entry + p.num_entries].tolist()) for p in batch.placed]
         assert len(set().union(*owners)) == sum(map(len, owners))
 
 
@@ -286,7 +297,7 @@ def test_a_runs_tiles_entries_and_pairs_are_the_same_beside_any_neighbours():
                 e = batch.entries
                 arrays = (batch.ids_T[start:stop], batch.depth_T[start:stop], batch.end_T[start:stop] - start)
                 arrays += (query_X[mine_X] - p.first_tile, key_X[mine_X] - p.first_tile, e.predict_from_M[m] - start)
-                arrays += (e.target_M[m], e.weight_M[m], e.advantage_M[m], e.episode_M[m] - e.episode_M[m].min())
+                arrays += (e.target_M[m], e.weight_M[m], e.advantage_M[m], e.sequence_M[m] - e.sequence_M[m].min())
                 views.append((p.piece_index, *(a.tolist() for a in arrays)))
         return views
 

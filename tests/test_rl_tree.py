@@ -11,13 +11,13 @@ from rl_batches import Trained, algorithm, batches, episode, forked_batch, group
 
 from noria.errors import InvalidRequestError
 from noria.rl.advantages import group_advantages
-from noria.rl.tree import build_tree
+from noria.rl.tree import build_tree, has_signal, trained_groups
 from noria.types import EpisodeGroup
 
 POLICIES = st.fixed_dictionaries(
     {
         "truncated": st.sampled_from(["mask", "penalize", "keep"]),
-        "zero_signal": st.sampled_from(["skip", "train"]),
+        "zero_signal": st.sampled_from(["skip", "train", "resample"]),
         "denominator": st.sampled_from(["tokens", "episodes", "groups", "none"]),
         "advantage": st.sampled_from(["mean", "mean_std", "leave_one_out"]),
     }
@@ -26,9 +26,10 @@ DENOMINATORS = ["tokens", "episodes", "groups", "none"]
 
 
 def naive_rows(groups: list[EpisodeGroup], policies: dict[str, str]) -> list[Trained]:
-    """Every trained token of the batch, token by token, straight from the words of design sections 5 and 7."""
-    counted: list[tuple[int, int, float, list[Trained]]] = []
-    index = 0
+    """Every trained token of the batch, token by token, straight from the words of design sections 5 and 7, one path at a time."""
+    counted: list[tuple[int, float, list[Trained]]] = []
+    sequence = 0
+    is_skipping = policies["zero_signal"] != "train"
     for number, g in enumerate(groups):
         episodes = sorted(g.episodes, key=lambda e: e.member)
         rewards = [0.0 if e.truncated and policies["truncated"] == "penalize" else e.reward for e in episodes]
@@ -37,29 +38,34 @@ def naive_rows(groups: list[EpisodeGroup], policies: dict[str, str]) -> list[Tra
             context: tuple[int, ...] = ()
             rows: list[Trained] = []
             for t in e.turns:
+                if t.keep is not None and t.keep < len(context):
+                    sequence += 1
+                    context = context[: t.keep]
                 context += t.observation_ids
                 c = t.completion
                 for token, logprob, version in zip(c.sampled_ids, c.behavior_logprobs, c.versions, strict=True):
                     if t.temperature > 0:
-                        rows.append((index, context, token, t.temperature, logprob, advantage, 0.0, version))
+                        rows.append((sequence, context, token, t.temperature, logprob, advantage, 0.0, version))
                     context += (token,)
             is_masked = e.truncated and policies["truncated"] == "mask"
-            is_skipped = policies["zero_signal"] == "skip" and not any(advantages)
-            if rows and not is_masked and not is_skipped:
-                counted.append((number, index, advantage, rows))
-            index += 1
+            if rows and not is_masked:
+                counted.append((number, advantage, rows))
+            sequence += 1
+    with_signal = {number for number, advantage, _ in counted if advantage}
+    counted = [c for c in counted if c[0] in with_signal or not is_skipping]
     weighted: list[Trained] = []
-    for number, _, advantage, rows in counted:
-        peers = [r for other, _, _, r in counted if other == number]
+    for number, advantage, rows in counted:
+        peers = [r for other, _, r in counted if other == number]
         weight = {
             "tokens": 1 / sum(len(r) for *_, r in counted),
             "episodes": 1 / len(counted) / len(rows),
             "groups": 1 / len({n for n, *_ in counted}) / sum(map(len, peers)),
             "none": 1.0,
         }[policies["denominator"]]
-        if advantage or policies["zero_signal"] == "train":
+        if advantage or not is_skipping:
             weighted += [(*row[:6], weight, row[7]) for row in rows]
-    return weighted
+    numbers = {old: new for new, old in enumerate(dict.fromkeys(row[0] for row in weighted))}
+    return [(numbers[row[0]], *row[1:]) for row in weighted]
 
 
 def assert_same_rows(rows: list[Trained], expected: list[Trained]) -> None:
@@ -74,7 +80,9 @@ def test_every_entry_sees_exactly_the_ids_before_its_target(groups, policies):
     expected = naive_rows(groups, policies)
     assert_same_rows(trained_rows(tree.ids_T, tree.end_T, tree.entries), expected)
     assert statistics.num_entries == len(tree.entries) == len(expected)
-    assert statistics.num_trained == len({r[0] for r in expected})
+    assert tree.episode_Q.tolist() == sorted(tree.episode_Q.tolist())
+    assert len(tree.episode_Q) == len({r[0] for r in expected})
+    assert statistics.num_trained == len(set(tree.episode_Q.tolist()))
     assert tree.num_episodes == statistics.num_episodes == sum(len(g.episodes) for g in groups)
 
 
@@ -122,7 +130,7 @@ def test_arrays_have_the_types_of_the_contract():
     for groups in ([], forked_batch()):
         tree, _ = build_tree(groups, algorithm())
         ints = [tree.ids_T, tree.depth_T, tree.end_T, tree.node_start_N, tree.node_stop_N, tree.node_parent_N]
-        ints += [tree.entries.predict_from_M, tree.entries.target_M, tree.entries.version_M, tree.entries.episode_M]
+        ints += [tree.entries.predict_from_M, tree.entries.target_M, tree.entries.version_M, tree.entries.sequence_M, tree.episode_Q]
         e = tree.entries
         floats = [e.temperature_M, e.behavior_logprobs_M, e.advantage_M, e.weight_M]
         assert {a.dtype for a in ints} == {np.dtype(np.int32)}
@@ -135,7 +143,7 @@ def test_equal_tokens_share_a_position_and_never_an_entry():
     assert tree.ids_T.tolist() == [5, 6, 7]
     assert tree.entries.predict_from_M.tolist() == [1, 2] * 3
     assert tree.entries.target_M.tolist() == [7, 8, 7, 8, 7, 9]
-    assert tree.entries.episode_M.tolist() == [0, 0, 1, 1, 2, 2]
+    assert tree.entries.sequence_M.tolist() == [0, 0, 1, 1, 2, 2]
 
 
 def test_groups_share_their_common_header():
@@ -201,7 +209,7 @@ def test_denominators_give_equal_shares_of_one(denominator, share):
     two = group(episode(0, turn((1,), (3,) * 9), reward=1.0), episode(1))
     entries = build_tree([one, two], algorithm(denominator=denominator, zero_signal="train"))[0].entries
     assert entries.weight_M.sum() == pytest.approx(1.0, rel=1e-6)
-    last = entries.weight_M[entries.episode_M == 3].sum()
+    last = entries.weight_M[entries.sequence_M == 3].sum()
     assert last == pytest.approx(share if share else 9 / 15, rel=1e-6)
 
 
@@ -217,10 +225,62 @@ def test_an_episode_split_into_turns_weighs_as_much_as_in_one_turn():
         assert many.ids_T.tolist() == one.ids_T.tolist()
 
 
+def test_a_forked_episode_trains_every_token_once_on_the_path_where_it_was_sampled():
+    first, second = turn((1, 2), (3, 4, 5)), turn((6,), (7,), keep=3)
+    forked = episode(0, first, second, turn((8,), (9,)), reward=1.0)
+    tree, statistics = build_tree([group(forked, episode(1))], algorithm(advantage="mean"))
+    rows = trained_rows(tree.ids_T, tree.end_T, tree.entries)
+    assert [r[:3] for r in rows] == [(0, (1, 2), 3), (0, (1, 2, 3), 4), (0, (1, 2, 3, 4), 5), (1, (1, 2, 3, 6), 7), (1, (1, 2, 3, 6, 7, 8), 9)]
+    assert tree.ids_T.tolist() == [1, 2, 3, 4, 6, 7, 8], "what both paths share is laid out once"
+    assert (statistics.num_trained, statistics.num_entries, statistics.num_positions_unshared) == (1, 5, 4 + 6)
+    assert forked.paths == ((1, 2, 3, 4, 5), (1, 2, 3, 6, 7, 8, 9))
+    assert trained_groups([group(forked, episode(1))], tree) == {"group"}
+
+
+@pytest.mark.parametrize("denominator", DENOMINATORS)
+def test_a_rollout_in_several_paths_weighs_as_much_as_in_one(denominator):
+    whole = episode(0, turn((1,), (2, 3, 4, 5, 6)), reward=1.0)
+    forks = [turn((10 + k,), (2 + k,), keep=0 if k else None) for k in range(5)]
+    split = episode(0, *forks, reward=1.0)
+    others = [episode(1, turn((1,), (9,)), reward=0.25), episode(2, turn((1,), (8, 8)))]
+    one, in_one = build_tree([group(whole, *others)], algorithm(denominator=denominator))
+    five, in_five = build_tree([group(split, *others)], algorithm(denominator=denominator))
+    assert five.episode_Q.tolist() == [0] * 5 + [1, 2]
+    assert five.entries.weight_M.tolist() == one.entries.weight_M.tolist()
+    assert five.entries.advantage_M.tolist() == one.entries.advantage_M.tolist()
+    assert (in_five.num_trained, in_five.reward_mean, in_five.reward_std) == (in_one.num_trained, in_one.reward_mean, in_one.reward_std)
+
+
+def test_a_path_without_trained_tokens_is_not_laid_out():
+    greedy = episode(0, turn((1, 2), (3,), temperature=0.0), turn((4,), (5,), keep=1), reward=1.0)
+    tree, _ = build_tree([group(greedy, episode(1))], algorithm())
+    assert [r[:3] for r in trained_rows(tree.ids_T, tree.end_T, tree.entries)] == [(0, (1, 4), 5)]
+    assert tree.ids_T.tolist() == [1, 4]
+
+
+@pytest.mark.parametrize("denominator", DENOMINATORS)
+def test_a_group_without_entries_changes_nothing(denominator):
+    signal = forked_batch(1, seed=1)
+    masked = [episode(m, turn((1,), (2,)), reward=2.0 * (m == 0), truncated=m != 1) for m in range(3)]
+    middle = group(*masked[:1], episode(1, turn((1,), (2,) * 9), reward=1.0), *masked[2:], name="masked")
+    assert group_advantages([2.0, 1.0, 0.0], "mean").tolist() == [1.0, 0.0, -1.0], "the only episode that is left has no advantage"
+    alone, _ = build_tree(signal, algorithm(denominator=denominator, advantage="mean"))
+    beside, _ = build_tree([*signal, middle], algorithm(denominator=denominator, advantage="mean"))
+    assert beside.entries.weight_M.tolist() == alone.entries.weight_M.tolist()
+    assert not has_signal(middle, algorithm(advantage="mean"))
+    assert has_signal(signal[0], algorithm(advantage="mean"))
+
+
+def test_reward_components_are_averaged_over_the_episodes_that_report_them():
+    episodes = [episode(0, parts={"a": 1.0, "b": 2.0}), episode(1, parts={"a": 0.0}), episode(2)]
+    assert build_tree([group(*episodes)], algorithm())[1].reward_parts == {"a": 0.5, "b": 2.0}
+    assert build_tree([], algorithm())[1].reward_parts == {}
+
+
 def test_a_pruned_episode_still_counts_in_the_denominator():
     members = [episode(m, turn((1,), (2 + m,)), reward=m / 2) for m in range(3)]
     tree, _ = build_tree([group(*members)], algorithm(advantage="mean"))
-    assert tree.entries.episode_M.tolist() == [0, 2]
+    assert tree.episode_Q[tree.entries.sequence_M].tolist() == [0, 2]
     np.testing.assert_allclose(tree.entries.weight_M, 1 / 3)
 
 

@@ -1,20 +1,24 @@
 """One episode: observation tokens, then sampled tokens, until the environment is done.
 
-    reset ──▶ encode ──▶ sample ──▶ decode ──▶ step ──┐
-                ▲                                     │ observation
-                └─────────────────────────────────────┘
+    reset ──▶ begin ──▶ sample ──▶ hear ──▶ step ──┐
+                ▲                                  │ observation
+                └──────────── answer ◀─────────────┘
 
-Ids only ever grow at the end: history is neither rendered nor encoded a second time, and what is stored is exactly what the sampler saw and
-produced. Deliberately not here: retries, groups, and any judgement of a failure.
+What is stored is exactly what the sampler saw and produced. Ids only ever grow at the end; where a chat template rewrites history, the episode forks:
+the path so far stays as it is, and another goes on from the part of it that still holds. Text and chat differ in dialogue.py only. Deliberately not
+here: retries, groups, and any judgement of a failure.
 """
 
-from collections.abc import Sequence
 from contextlib import AbstractContextManager
 
+from noria.actors.dialogue import dialogue_of
+from noria.actors.outputs import check_reward
 from noria.actors.rules import EpisodeRules, Seams
-from noria.actors.world import World, check_reward
-from noria.errors import PromptTooLongError
+from noria.actors.world import World
+from noria.errors import EnvironmentOutputError, PromptTooLongError
+from noria.protocols import Step
 from noria.seeds import derive_seed
+from noria.text.chat import Continuation
 from noria.types import Completion, Episode, Ids, SampleRequest, SamplingParams, Task, Turn
 
 SEED_BITS = 31
@@ -24,19 +28,13 @@ SEED_BITS = 31
 async def run_episode(seams: Seams, rules: EpisodeRules, task: Task, *, episode_id: str, member: int) -> Episode:
     """Play one episode of `task`. episode_id: unique in the server. member: which episode of its group, 0-based.
 
-    Raises EnvironmentFailedError, EnvironmentOutputError, RewardNotFiniteError; DeadlineExceededError naming the call, the request or the episode
-    that took too long; PromptTooLongError if the first prompt leaves no room; and what the sampler raises. A later observation that leaves
-    no room ends the episode as truncated.
+    Raises EnvironmentFailedError, EnvironmentOutputError, RewardNotFiniteError, ChatTemplateError; DeadlineExceededError naming the call, the request
+    or the episode that took too long; PromptTooLongError if the first prompt leaves no room; and what the sampler raises. A later observation that
+    leaves no room ends the episode as truncated.
     """
     play = _Play(seams, rules, task, episode_id, member)
     with seams.spans.span("actor", "episode", rules.run_id, is_wait=True):
         return await seams.clock.wait_for(play.run(), rules.deadlines.episode_s, f"episode {episode_id}")
-
-
-def action_of(completion: Completion, stop_ids: Ids) -> Ids:
-    """The sampled ids without the stop id that ended them."""
-    ids = completion.sampled_ids
-    return ids[:-1] if ids and ids[-1] in stop_ids else ids
 
 
 class _Play:
@@ -44,7 +42,8 @@ class _Play:
 
     def __init__(self, seams: Seams, rules: EpisodeRules, task: Task, episode_id: str, member: int) -> None:
         self.seams, self.rules, self.task, self.episode_id, self.member = seams, rules, task, episode_id, member
-        self.history: Ids = ()
+        self.path: Ids = ()
+        self.stop_ids: Ids = rules.stop_ids
         self.turns: list[Turn] = []
         self.reward = 0.0
         self.reward_parts: dict[str, float] = {}
@@ -55,33 +54,39 @@ class _Play:
 
     async def _play(self, world: World) -> Episode:
         with self._span("reset"):
-            observation = await world.start(self.task)
+            dialogue = dialogue_of(await world.start(self.task), self.seams, self.rules)
+            continuation = Continuation(None, await dialogue.begin())
+            self.stop_ids = dialogue.stop_ids
         is_done = False
-        while not is_done and len(self.turns) < self.rules.max_turns:
-            completion = await self._sample(self.seams.tokenizer.encode(observation))
-            if completion is None:
-                break
-            is_done, observation = await self._act(world, action_of(completion, self.rules.stop_ids))
+        while completion := await self._sample(continuation):
+            with self._span("step"):
+                step = await world.act(await dialogue.hear(completion.sampled_ids))
+                self._count(step)
+                is_done = step.done
+                if is_done or len(self.turns) == self.rules.max_turns:
+                    break
+                continuation = await dialogue.answer(step)
         is_cut = self.turns[-1].completion.finish_reason == "length"
         return Episode(
             episode_id=self.episode_id,
             member=self.member,
             turns=tuple(self.turns),
-            reward=check_reward(self.reward, "the sum of the rewards"),
+            reward=self._total(is_done),
             truncated=is_cut or not is_done,
             reward_parts=tuple(sorted(self.reward_parts.items())),
         )
 
-    async def _sample(self, observation_ids: Ids) -> Completion | None:
+    async def _sample(self, continuation: Continuation) -> Completion | None:
         """The next completion, appended with its observation; None if a later turn finds no room left."""
         rules, turn = self.rules, len(self.turns)
+        is_fork = continuation.keep is not None and continuation.keep < len(self.path)
         request = SampleRequest(
             request_id=f"{self.episode_id}/{turn}",
             tenant=rules.tenant,
             run_id=rules.run_id,
             episode_id=self.episode_id,
-            prompt_ids=self.history + observation_ids,
-            params=SamplingParams(rules.max_tokens, rules.temperature, rules.stop_ids, self._seed(turn)),
+            prompt_ids=self.path[: continuation.keep] + continuation.ids,
+            params=SamplingParams(rules.max_tokens, rules.temperature, self.stop_ids, self._seed(turn)),
             version=rules.version,
         )
         try:
@@ -92,17 +97,30 @@ class _Play:
             if turn == 0:
                 raise
             return None
-        self.turns.append(Turn(observation_ids, completion, rules.temperature))
-        self.history = request.prompt_ids + completion.sampled_ids
+        self.turns.append(Turn(continuation.ids, completion, rules.temperature, continuation.keep if is_fork else None))
+        self.path = request.prompt_ids + completion.sampled_ids
         return completion
 
-    async def _act(self, world: World, action_ids: Sequence[int]) -> tuple[bool, str]:
-        with self._span("step"):
-            step = await world.act(self.seams.tokenizer.decode(action_ids))
+    def _count(self, step: Step) -> None:
         self.reward += step.reward
         for name, part in step.reward_parts.items():
             self.reward_parts[name] = self.reward_parts.get(name, 0.0) + part
-        return step.done, step.observation or ""
+
+    def _total(self, is_done: bool) -> float:
+        """The episode's reward. A weighted component that was never reported counts as 0 only if the episode was cut before its end.
+
+        Raises RewardNotFiniteError, EnvironmentOutputError.
+        """
+        weights, parts = self.rules.reward_weights, self.reward_parts
+        if not weights:
+            return check_reward(self.reward, "the sum of the rewards")
+        missing = sorted(weights.keys() - parts.keys())
+        if missing and is_done:
+            raise EnvironmentOutputError(
+                f"environment.rewards weighs {', '.join(missing)}, which the environment did not report in any step of a whole episode; "
+                f"it reported {', '.join(sorted(parts)) or 'no reward_parts'}"
+            )
+        return check_reward(sum(weight * parts.get(name, 0.0) for name, weight in weights.items()), "the weighted sum of the reward components")
 
     def _seed(self, turn: int) -> int:
         return derive_seed("request", self.rules.seed, self.task.index, self.task.seed, self.member, turn, bits=SEED_BITS)

@@ -1,6 +1,14 @@
-"""Evaluation: held-out tasks, greedy, at one pinned version, played by the very function that plays training episodes."""
+"""Evaluation: held-out tasks at one pinned version, played by the very function that plays training episodes, and put into no buffer.
 
-from dataclasses import dataclass, replace
+Every task is tried `samples` times. A request's seed comes from the run's seed, the task and the sample, and never from the version: two versions are
+compared on the same draws.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import comb
+from statistics import fmean
+from typing import TypeAlias
 
 from noria.actors.group import EpisodeFailure, play_all
 from noria.actors.room import Room
@@ -10,25 +18,31 @@ from noria.protocols import EnvironmentFactory
 from noria.types import Task
 
 SOLVED = 1.0
-"""A task counts as solved from this reward on: the full mark of all built-in environments."""
+"""A sample solves its task from this reward on: the full mark of all built-in environments."""
+
+Rewards: TypeAlias = tuple[float | None, ...]
+"""Of one task, by sample; None where the episode failed."""
 
 
 @dataclass(frozen=True, slots=True)
 class EvaluationResult:
-    """Of one version. Failed tasks are in no mean.
+    """Of one version. Every task weighs the same, whatever part of its samples failed; failed episodes, and tasks with no other, are in no mean.
 
-    mean_reward; accuracy: fraction with a reward of 1 or more; rewards: per task, None where it failed; failures: those; num_failed: their number.
+    accuracy: mean over tasks of the fraction of solved samples, which is pass@1. mean_reward: mean over tasks of the mean reward of their samples.
+    pass_at: pass@k by k = 1, 2, 4, ... up to the number of samples; a k that no task has samples enough for is left out.
+    rewards: per task and sample. failures: of episodes, one each.
     """
 
     version: int
-    mean_reward: float
     accuracy: float
-    rewards: tuple[float | None, ...]
+    mean_reward: float
+    pass_at: Mapping[int, float]
+    rewards: tuple[Rewards, ...]
     failures: tuple[EpisodeFailure, ...]
 
     @property
     def num_failed(self) -> int:
-        """Tasks without a reward."""
+        """Episodes without a reward."""
         return len(self.failures)
 
 
@@ -37,18 +51,41 @@ def held_out_tasks(environment: EnvironmentFactory, num_tasks: int) -> list[Task
     return [Task(environment.num_tasks + i, seed=0) for i in range(min(num_tasks, environment.num_held_out))]
 
 
-async def evaluate(seams: Seams, rules: EpisodeRules, tasks: list[Task], *, version: int, name: str, tries: int, room: Room) -> EvaluationResult:
-    """Play each task once, greedily, with the adapter of `version`. name: unique; episode ids begin with it. tries: per task.
+async def evaluate(seams: Seams, rules: EpisodeRules, tasks: Sequence[Task], *, samples: int, name: str, tries: int, room: Room) -> EvaluationResult:
+    """Play each task `samples` times. rules: with the pinned version, and the evaluation's temperature. name: unique; episode ids begin with it.
 
-    Raises EnvironmentFailedError if every task failed, and what the sampler raises.
+    tries: per episode. Raises EnvironmentFailedError if every episode failed, and what the sampler raises.
     """
     assert tasks
-    greedy = replace(rules, temperature=0.0, version=version)
-    played = await play_all(seams, greedy, [(task, f"{name}/{i}", i) for i, task in enumerate(tasks)], tries=tries, room=room)
-    rewards = [None if p.episode is None else p.episode.reward for p in played]
+    assert samples >= 1
+    assert rules.version is not None
+    episodes = [(task, f"{name}/{i}/{sample}", sample) for i, task in enumerate(tasks) for sample in range(samples)]
+    played = await play_all(seams, rules, episodes, tries=tries, room=room)
     failures = tuple(p.failure for p in played if p.failure is not None)
-    finished = [reward for reward in rewards if reward is not None]
-    if not finished:
+    if len(failures) == len(played):
         raise EnvironmentFailedError(f"evaluation {name}: all {len(tasks)} tasks failed; the first: {failures[0].message}")
-    solved = sum(reward >= SOLVED for reward in finished)
-    return EvaluationResult(version, sum(finished) / len(finished), solved / len(finished), tuple(rewards), failures)
+    rewards = [None if p.episode is None else p.episode.reward for p in played]
+    return _result(rules.version, tuple(tuple(rewards[first : first + samples]) for first in range(0, len(rewards), samples)), failures)
+
+
+def _result(version: int, rewards: tuple[Rewards, ...], failures: tuple[EpisodeFailure, ...]) -> EvaluationResult:
+    finished = [task for row in rewards if (task := [reward for reward in row if reward is not None])]
+    counts = [(len(task), sum(reward >= SOLVED for reward in task)) for task in finished]
+    pass_at, k = {}, 1
+    while k <= len(rewards[0]):
+        if chances := [pass_at_k(n, solved, k) for n, solved in counts if n >= k]:
+            pass_at[k] = fmean(chances)
+        k *= 2
+    accuracy = fmean(solved / n for n, solved in counts)
+    return EvaluationResult(version, accuracy, fmean(fmean(task) for task in finished), pass_at, rewards, failures)
+
+
+def pass_at_k(num_samples: int, num_solved: int, k: int) -> float:
+    """The chance that at least one of k samples solves the task, estimated without bias from `num_samples` >= k of which `num_solved` do.
+
+    1 - C(n - c, k) / C(n, k) (Chen et al. 2021, Evaluating Large Language Models Trained on Code, arXiv 2107.03374, equation 1), in whole numbers
+    until the division.
+    """
+    assert 0 <= num_solved <= num_samples
+    assert 1 <= k <= num_samples
+    return 1 - comb(num_samples - num_solved, k) / comb(num_samples, k)

@@ -11,7 +11,14 @@ from dataclasses import dataclass
 from noria.actors.episode import run_episode
 from noria.actors.room import Room
 from noria.actors.rules import EpisodeRules, Seams
-from noria.errors import DeadlineExceededError, EnvironmentFailedError, EnvironmentOutputError, InvalidRequestError, PromptTooLongError
+from noria.errors import (
+    ChatTemplateError,
+    DeadlineExceededError,
+    EnvironmentFailedError,
+    EnvironmentOutputError,
+    InvalidRequestError,
+    PromptTooLongError,
+)
 from noria.protocols import Lease
 from noria.types import Episode, EpisodeGroup, Task
 
@@ -21,7 +28,7 @@ MIN_EPISODES = 2
 RETRIED = (EnvironmentFailedError, EnvironmentOutputError, DeadlineExceededError)
 """May go well the next time. Everything else that an episode raises is no episode's failure and ends the group: the sampler stopped, ..."""
 
-HOPELESS = (PromptTooLongError, InvalidRequestError)
+HOPELESS = (PromptTooLongError, InvalidRequestError, ChatTemplateError)
 """Fail an episode at once: the same prompt fails in the same way."""
 
 

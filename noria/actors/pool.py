@@ -6,7 +6,7 @@ Deliberately not here: which group to play next. That is the loop's, and it stay
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -22,6 +22,7 @@ from noria.actors.threads import AbandonableThreads, HungThreads
 from noria.config import RunConfig
 from noria.errors import StageStoppedError
 from noria.protocols import Clock, Environment, Lease, Sampler, Spans, Tokenizer
+from noria.text.chat import ChatFormat
 from noria.types import Task
 
 T = TypeVar("T")
@@ -45,12 +46,15 @@ class PoolCounts:
 class ActorPool:
     """Plays groups and evaluations. All state belongs to the event loop that calls it."""
 
-    def __init__(self, sampler: Sampler, tokenizer: Tokenizer, clock: Clock, spans: Spans, *, max_episodes: int = 256) -> None:
-        """max_episodes: played at once, over all runs, which get equal parts when it is not enough. >= 1."""
+    def __init__(
+        self, sampler: Sampler, tokenizer: Tokenizer, clock: Clock, spans: Spans, *, chat: ChatFormat | None = None, max_episodes: int = 256
+    ) -> None:
+        """chat: the base's chat template, if it has one. max_episodes: played at once, over all runs, which get equal parts when it is not enough."""
+        assert max_episodes >= 1
         self._hung = HungThreads()
         self._threads = AbandonableThreads(max_episodes, self._hung)
         self._loops = EnvironmentLoops(self._hung)
-        self._seams = Seams(sampler, tokenizer, clock, spans, self._threads, self._loops)
+        self._seams = Seams(sampler, tokenizer, clock, spans, self._threads, self._loops, chat)
         self._room = Room(max_episodes, spans)
         self._work: set[asyncio.Task[Any]] = set()
         self._names = count()
@@ -78,12 +82,14 @@ class ActorPool:
         self._num_retries += outcome.num_retries
         return outcome
 
-    async def evaluate(self, rules: EpisodeRules, tasks: list[Task], *, version: int, tries: int = 3) -> EvaluationResult:
-        """Play held-out tasks greedily at `version`. Raises as `evaluate`, and StageStoppedError when the pool is or gets closed."""
+    async def evaluate(
+        self, rules: EpisodeRules, tasks: list[Task], *, version: int, samples: int = 1, temperature: float = 0.0, tries: int = 3
+    ) -> EvaluationResult:
+        """Play held-out tasks at `version`; temperature 0 is greedy. Raises as `evaluate`, and StageStoppedError when the pool is or gets closed."""
         name = f"{rules.run_id}/evaluation-{next(self._names)}"
-        work = evaluate(self._seams, rules, tasks, version=version, name=name, tries=tries, room=self._room)
-        result = await self._track(work)
-        self._count(len(tasks) - result.num_failed, result.failures)
+        pinned = replace(rules, version=version, temperature=temperature)
+        result = await self._track(evaluate(self._seams, pinned, tasks, samples=samples, name=name, tries=tries, room=self._room))
+        self._count(samples * len(tasks) - result.num_failed, result.failures)
         return result
 
     def counts(self) -> PoolCounts:

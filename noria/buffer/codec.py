@@ -2,7 +2,8 @@
 
     magic | header size (uint32) | header (JSON) | observation ids | sampled ids | versions (int32 each) | behavior_logprobs (float32 or float64)
 
-Little endian throughout. log-probabilities take 4 bytes where all of them are float32 numbers, as a sampler's are, else 8: nothing is rounded.
+Little endian throughout. log-probabilities take 4 bytes where all of them are float32 numbers, as a sampler's are, else 8: nothing is rounded. A
+turn's header ends with its `keep`, if it has one.
 """
 
 import json
@@ -75,8 +76,13 @@ def _int32(values: Iterable[int]) -> np.ndarray[Any, np.dtype[np.int32]]:
 
 
 def _episode_header(episode: Episode) -> list[Any]:
-    turns = [[len(t.observation_ids), len(t.completion.sampled_ids), t.completion.finish_reason, t.temperature] for t in episode.turns]
+    turns = [_turn_header(turn) for turn in episode.turns]
     return [episode.episode_id, episode.member, episode.reward, episode.truncated, episode.reward_parts, turns]
+
+
+def _turn_header(turn: Turn) -> list[Any]:
+    header = [len(turn.observation_ids), len(turn.completion.sampled_ids), turn.completion.finish_reason, turn.temperature]
+    return header if turn.keep is None else [*header, turn.keep]
 
 
 class _Reader:
@@ -89,9 +95,9 @@ class _Reader:
         episode_id, member, reward, truncated, parts, turns = header
         return Episode(episode_id, member, tuple(self._turn(*turn) for turn in turns), reward, truncated, tuple((k, v) for k, v in parts))
 
-    def _turn(self, num_observed: int, num_sampled: int, finish_reason: Any, temperature: float) -> Turn:
+    def _turn(self, num_observed: int, num_sampled: int, finish_reason: Any, temperature: float, keep: int | None = None) -> Turn:
         observed = tuple(islice(self._observed, num_observed))
         sampled = tuple(islice(self._sampled, num_sampled))
         logprobs = tuple(islice(self._logprobs, num_sampled))
         versions = tuple(islice(self._versions, num_sampled))
-        return Turn(observed, Completion(sampled, logprobs, versions, finish_reason), temperature)
+        return Turn(observed, Completion(sampled, logprobs, versions, finish_reason), temperature, keep)

@@ -7,18 +7,19 @@ Each function is called inside one transaction and leaves commit and rollback to
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from itertools import chain
 from typing import Any
 
-from sqlalchemy import Connection, case, func, insert, null, select, update
+from sqlalchemy import Connection, Row, case, func, insert, null, select, update
 
 from noria.buffer.codec import encode_group
 from noria.buffer.cursor import task_at
 from noria.buffer.tables import ADMITTED, CURSORS, DROPPED, GROUPS, HOLDS_PLACE, LEASED, READY, TASK_FAILURES, TRAINED
 from noria.errors import InvalidRequestError, RewardNotFiniteError, RunFailedError, StateConflictError
 from noria.protocols import Lease, Outstanding
-from noria.types import DropReason, EpisodeGroup, Task
+from noria.types import DropReason, EpisodeGroup, Task, Turn
 
 MAX_INT32 = 2**31 - 1
 
@@ -127,7 +128,18 @@ def _next_task(cursor: Cursor, excluded: frozenset[int]) -> tuple[Task, int]:
 
 
 def put(connection: Connection, group: EpisodeGroup, now_s: float) -> bool:
-    """admitted -> ready, with the payload; False if the group is past that. Raises as `validate`, or StateConflictError for an unknown group."""
+    """admitted -> ready, with the payload; False if the group is past that. Raises StateConflictError for a group that was never admitted."""
+    return _record(connection, group, {"status": READY, "ready_at_s": now_s, "payload": encode_group(group)})
+
+
+def put_dropped(connection: Connection, group: EpisodeGroup, reason: DropReason, now_s: float, keep_payload: bool) -> bool:
+    """admitted -> dropped(reason), recorded like a group that became ready, its payload only if it is kept. Otherwise as `put`."""
+    payload = encode_group(group) if keep_payload else null()
+    return _record(connection, group, {"status": DROPPED, "reason": reason, "ready_at_s": now_s, "settled_at_s": now_s, "payload": payload})
+
+
+def _record(connection: Connection, group: EpisodeGroup, values: dict[str, Any]) -> bool:
+    """Give an admitted group its new state, and the statistics of its episodes."""
     row = connection.execute(select(GROUPS).where(GROUPS.c.group_id == group.group_id)).one_or_none()
     if row is None:
         raise StateConflictError(f"group {group.group_id!r} was never admitted")
@@ -142,14 +154,12 @@ def put(connection: Connection, group: EpisodeGroup, now_s: float) -> bool:
         update(GROUPS)
         .where(GROUPS.c.group_id == group.group_id)
         .values(
-            status=READY,
-            ready_at_s=now_s,
             oldest_version=group.oldest_version,
             num_episodes=len(group.episodes),
             num_failed=group.num_failed,
             num_sampled=sum(episode.num_sampled for episode in group.episodes),
             mean_reward=sum(episode.reward for episode in group.episodes) / len(group.episodes),
-            payload=encode_group(group),
+            **values,
         )
     )
     return True
@@ -158,8 +168,8 @@ def put(connection: Connection, group: EpisodeGroup, now_s: float) -> bool:
 def validate(group: EpisodeGroup) -> None:
     """Refuse a group that could poison a batch.
 
-    Raises RewardNotFiniteError; InvalidRequestError for no episodes, repeated members or episode ids, a turn without sampled tokens, or
-    log-probabilities that are not finite, or an id or a version outside int32.
+    Raises RewardNotFiniteError; InvalidRequestError for no episodes, repeated members or episode ids, a turn without sampled tokens, or that keeps
+    more ids than there are, or is sampled after none, log-probabilities that are not finite, or an id or a version outside int32.
     """
 
     def refuse(what: str) -> InvalidRequestError:
@@ -177,8 +187,27 @@ def validate(group: EpisodeGroup) -> None:
             raise refuse(f"episode {episode.episode_id!r} has a turn without sampled tokens")
         if not all(math.isfinite(p) for turn in episode.turns for p in turn.completion.behavior_logprobs):
             raise refuse(f"episode {episode.episode_id!r} has a log-probability that is not finite")
-        if not all(0 <= number <= MAX_INT32 for number in (*episode.ids, *(v for turn in episode.turns for v in turn.completion.versions))):
+        if not all(0 <= number <= MAX_INT32 for turn in episode.turns for number in _numbers(turn)):
             raise refuse(f"episode {episode.episode_id!r} has an id or a version outside [0, {MAX_INT32}]")
+        if (problem := _misfork(episode.turns)) is not None:
+            raise refuse(f"episode {episode.episode_id!r} {problem}")
+
+
+def _numbers(turn: Turn) -> Iterator[int]:
+    return chain(turn.observation_ids, turn.completion.sampled_ids, turn.completion.versions)
+
+
+def _misfork(turns: Sequence[Turn]) -> str | None:
+    """What is wrong with how the turns follow each other: each keeps part of the path so far, and is sampled after at least one id."""
+    length = 0
+    for number, turn in enumerate(turns):
+        kept = length if turn.keep is None else turn.keep
+        if not 0 <= kept <= length:
+            return f"keeps {kept} ids of a path of {length} in turn {number}"
+        if kept + len(turn.observation_ids) == 0:
+            return f"has nothing before what was sampled in turn {number}"
+        length = kept + len(turn.observation_ids) + len(turn.completion.sampled_ids)
+    return None
 
 
 def drop(connection: Connection, group_id: str, reason: DropReason, now_s: float, keep_payload: bool) -> bool:
@@ -238,6 +267,14 @@ def settle_trained(connection: Connection, group_ids: Sequence[str], version: in
 def settle_dropped(connection: Connection, group_ids: Sequence[str], reason: DropReason, now_s: float, keep_payload: bool) -> None:
     """leased -> dropped(reason), as `settle_trained`."""
     _settle(connection, group_ids, {"status": DROPPED, "reason": reason, **_settled(now_s, keep_payload)})
+
+
+def settled(connection: Connection, run_id: str, trained_version: int | None) -> Sequence[Row[Any]]:
+    """Rows of the run's trained and dropped groups in admission order; with trained_version, of those that its step trained."""
+    chosen = select(GROUPS).where(GROUPS.c.run_id == run_id, GROUPS.c.status.in_((TRAINED, DROPPED)))
+    if trained_version is not None:
+        chosen = chosen.where(GROUPS.c.trained_version == trained_version)
+    return connection.execute(chosen.order_by(GROUPS.c.admission)).all()
 
 
 def _settle(connection: Connection, group_ids: Sequence[str], values: dict[str, Any]) -> None:

@@ -7,18 +7,30 @@ function of its own through `transaction`, and that function calls `settle_train
 import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar, final
+from dataclasses import dataclass
+from typing import Any, TypeVar, final
 
-from sqlalchemy import Connection, Engine
+from sqlalchemy import Connection, Engine, Row
 
 from noria.buffer import life
 from noria.buffer.codec import decode_group
 from noria.buffer.life import Counts, Cursor
 from noria.buffer.tables import CURSORS, GROUPS, METADATA, TASK_FAILURES
+from noria.errors import StateConflictError
 from noria.protocols import Clock, Lease, Outstanding
 from noria.types import DropReason, EpisodeGroup
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class SettledGroup:
+    """A group at the end of its life. status: "trained" (by the step to trained_version), or "dropped" (for a reason)."""
+
+    group: EpisodeGroup
+    status: str
+    reason: str | None
+    trained_version: int | None
 
 
 @final
@@ -65,13 +77,15 @@ class SqliteBuffer:
         """
         return await self.transaction(lambda connection: life.admit(connection, run_id, version, deadline_s, self._clock.wall()))
 
-    async def put(self, group: EpisodeGroup) -> bool:
-        """admitted -> ready. False if the group was ready before, or is settled.
+    async def put(self, group: EpisodeGroup, *, drop: DropReason | None = None) -> bool:
+        """admitted -> ready. False if the group was ready before, or is settled. drop: admitted -> dropped(drop) instead, recorded all the same.
 
         Raises RewardNotFiniteError, InvalidRequestError for a group that cannot be trained, StateConflictError for one that was never admitted.
         """
         life.validate(group)
-        return await self.transaction(lambda connection: life.put(connection, group, self._clock.wall()))
+        if drop is None:
+            return await self.transaction(lambda connection: life.put(connection, group, self._clock.wall()))
+        return await self.transaction(lambda connection: life.put_dropped(connection, group, drop, self._clock.wall(), self._keep_payload))
 
     async def drop(self, group_id: str, reason: DropReason) -> bool:
         """Settle without training and give the place back; False if the group was settled before. Raises StateConflictError for an unknown group.
@@ -105,6 +119,15 @@ class SqliteBuffer:
         """
         return await self.transaction(lambda connection: life.recover(connection, run_id, version, deadline_s))
 
+    async def settled(self, run_id: str, *, trained_version: int | None = None) -> list[SettledGroup]:
+        """The run's settled groups with their episodes, in admission order: for exports, and for the replay of a step.
+
+        trained_version: of these, the groups that the step to this version trained. Groups that ended before their episodes were there (failed,
+        past the deadline, stopped) are left out. Raises StateConflictError if the episodes of any were not kept.
+        """
+        rows = await self.transaction(lambda connection: life.settled(connection, run_id, trained_version))
+        return await asyncio.get_running_loop().run_in_executor(self._writer, _with_episodes, run_id, rows)
+
     async def counts(self, run_id: str) -> Counts:
         """The run's counters. Raises StateConflictError for a run that is not registered."""
         return await self.transaction(lambda connection: life.count_groups(connection, run_id))
@@ -116,3 +139,14 @@ class SqliteBuffer:
     def settle_dropped(self, connection: Connection, group_ids: Sequence[str], reason: DropReason) -> None:
         """leased -> dropped(reason), inside the caller's transaction. Raises StateConflictError unless all are leased."""
         life.settle_dropped(connection, group_ids, reason, self._clock.wall(), self._keep_payload)
+
+
+def _with_episodes(run_id: str, rows: Sequence[Row[Any]]) -> list[SettledGroup]:
+    played = [row for row in rows if row.ready_at_s is not None]
+    missing = [row.group_id for row in played if row.payload is None]
+    if missing:
+        raise StateConflictError(
+            f"the episodes of {len(missing)} settled groups of run {run_id!r} were not kept (the first is {missing[0]}): "
+            "set keep_episodes = true in the server's configuration before a run starts"
+        )
+    return [SettledGroup(decode_group(row.payload), row.status, row.reason, row.trained_version) for row in played]

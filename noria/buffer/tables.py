@@ -30,7 +30,7 @@ GROUPS = Table(
     Column("num_failed", Integer),
     Column("num_sampled", Integer, doc="sampled tokens of all its episodes"),
     Column("mean_reward", Float, doc="raw; outlives the payload, so that curves can be drawn"),
-    Column("payload", LargeBinary, doc="the episodes (codec.py), until settled"),
+    Column("payload", LargeBinary, doc="the episodes (codec.py); of settled groups only where they are kept"),
     UniqueConstraint("run_id", "admission"),
     CheckConstraint("status IN ('admitted', 'ready', 'leased', 'trained', 'dropped')"),
     CheckConstraint("(status = 'dropped') = (reason IS NOT NULL)"),

@@ -6,7 +6,7 @@
 any neighbours. `plan_microbatch` decides only which of these pieces share a pass, never how they are made; a run's pieces always leave in order.
 Deliberately knows nothing of devices, losses or fairness: the caller orders the ready runs.
 
-Shape letters: T position, M entry, N node, E episode, B tile = attention block, X (query block, key block) pair, U unit (an episode with entries).
+Shape letters: T position, M entry, N node, Q sequence, B tile = attention block, X (query block, key block) pair, U unit (sequences by their ends).
 """
 
 from collections.abc import Sequence
@@ -75,29 +75,30 @@ def cut(tree: TokenTree, shape: MicrobatchShape) -> tuple[Piece, ...]:
     """The pieces of a run's batch, in canonical order (depth first), each fitting `shape` alone; depends on nothing else.
 
     A subtree that fits together with its path from the root is never cut, so a shared head is repeated only where it must be; neighbouring pieces are
-    joined wherever they fit together, so a tree that fits is one piece. All entries of an episode are in one piece (its path is), each exactly once,
-    in the tree's order: a loss over whole sequences needs no other piece. If more entries than M stand on one path, its positions are repeated.
+    joined wherever they fit together, so a tree that fits is one piece. All entries of a sequence are in one piece (its path is), each exactly once,
+    in the tree's order: a loss over whole sequences needs no other piece. The paths of an episode that forked may lie in several pieces: together
+    they may be longer than any axis. If more entries than M stand on one path, its positions are repeated.
 
     Raises TreeTooLargeError: a path longer than the axis.
     """
     if not len(tree.entries):
         return ()
-    entry_start_E = np.flatnonzero(np.diff(tree.entries.episode_M, prepend=-1))
-    num_entries_E = np.diff(entry_start_E, append=len(tree.entries))
-    last_position_E = np.maximum.reduceat(tree.entries.predict_from_M, entry_start_E)
-    unit_order = np.argsort(last_position_E, kind="stable")
-    stretches = _stretches(tree, last_position_E[unit_order], num_entries_E[unit_order], shape)
+    entry_start_Q = np.flatnonzero(np.diff(tree.entries.sequence_M, prepend=-1))
+    num_entries_Q = np.diff(entry_start_Q, append=len(tree.entries))
+    last_position_Q = np.maximum.reduceat(tree.entries.predict_from_M, entry_start_Q)
+    unit_order = np.argsort(last_position_Q, kind="stable")
+    stretches = _stretches(tree, last_position_Q[unit_order], num_entries_Q[unit_order], shape)
 
     stretch_of_unit = np.repeat(np.arange(len(stretches)), [s.stop - s.first for s in stretches])
-    stretch_of_E = np.empty_like(stretch_of_unit)
-    stretch_of_E[unit_order] = stretch_of_unit
-    entry_order = np.argsort(np.repeat(stretch_of_E, num_entries_E), kind="stable")
+    stretch_of_Q = np.empty_like(stretch_of_unit)
+    stretch_of_Q[unit_order] = stretch_of_unit
+    entry_order = np.argsort(np.repeat(stretch_of_Q, num_entries_Q), kind="stable")
     entries_of = np.split(entry_order, np.cumsum([s.num_entries for s in stretches])[:-1])
-    return tuple(_piece(tree, last_position_E[unit_order[s.first : s.stop]], chosen_M) for s, chosen_M in zip(stretches, entries_of, strict=True))
+    return tuple(_piece(tree, last_position_Q[unit_order[s.first : s.stop]], chosen_M) for s, chosen_M in zip(stretches, entries_of, strict=True))
 
 
 def _stretches(tree: TokenTree, last_position_U: IntArray, num_entries_U: IntArray, shape: MicrobatchShape) -> list[_Stretch]:
-    """Bottom up: a node's stretches are its own episodes and its children's stretches, joined with their left neighbour where they fit."""
+    """Bottom up: a node's stretches are the sequences that end in it and its children's stretches, joined with the left neighbour where they fit."""
     node_U = np.searchsorted(tree.node_start_N, last_position_U, side="right") - 1
     first_unit_N = np.searchsorted(node_U, np.arange(len(tree.node_start_N) + 1))
     # Stretches below each node, last first (nodes are visited last first); one more for the root above all roots, at index -1.
@@ -231,7 +232,7 @@ def pack(plan: MicrobatchPlan) -> Microbatch:
     slot_M = np.zeros(shape.num_entries, np.int32)
     entries = _padding_entries(shape.num_entries)
     placed: list[PlacedPiece] = []
-    tile = entry = num_episodes = 0
+    tile = entry = num_sequences = 0
     for planned in plan.pieces:
         piece, start = planned.piece, tile * TILE
         stop, entry_stop = start + len(piece.ids_T), entry + len(piece.entries)
@@ -240,13 +241,13 @@ def pack(plan: MicrobatchPlan) -> Microbatch:
         end_T[start:stop] = piece.end_T + start
         slot_tile_B[tile : tile + piece.num_tiles] = planned.slot
         slot_M[entry:entry_stop] = planned.slot
-        episodes, episode_M = np.unique(piece.entries.episode_M, return_inverse=True)
+        sequences, sequence_M = np.unique(piece.entries.sequence_M, return_inverse=True)
         for f in fields(Entries):
             getattr(entries, f.name)[entry:entry_stop] = getattr(piece.entries, f.name)
         entries.predict_from_M[entry:entry_stop] += start
-        entries.episode_M[entry:entry_stop] = episode_M + num_episodes
+        entries.sequence_M[entry:entry_stop] = sequence_M + num_sequences
         placed.append(PlacedPiece(planned.run_id, planned.slot, planned.piece_index, tile, piece.num_tiles, entry, len(piece.entries)))
-        tile, entry, num_episodes = tile + piece.num_tiles, entry_stop, num_episodes + len(episodes)
+        tile, entry, num_sequences = tile + piece.num_tiles, entry_stop, num_sequences + len(sequences)
     query_X, key_X = block_pairs(end_T, num_blocks=tile)
     pair_query_X, pair_key_X = np.zeros((2, shape.num_pairs), np.int32)
     pair_query_X[: len(query_X)], pair_key_X[: len(key_X)] = query_X, key_X
@@ -266,7 +267,7 @@ def block_pairs(end_T: IntArray, *, num_blocks: int) -> tuple[IntArray, IntArray
 
 
 def _padding_entries(num_entries: int) -> Entries:
-    """Writable entries that train nothing. Their episode is the last index, which real episodes reach only if there is no padding."""
+    """Writable entries that train nothing. Their sequence is the last index, which real sequences reach only if there is no padding."""
     ints, floats = np.zeros((3, num_entries), np.int32), np.zeros((3, num_entries), np.float32)
     return Entries(
         predict_from_M=ints[0],
@@ -276,7 +277,7 @@ def _padding_entries(num_entries: int) -> Entries:
         advantage_M=floats[1],
         weight_M=floats[2],
         version_M=ints[2],
-        episode_M=np.full(num_entries, num_entries - 1, np.int32),
+        sequence_M=np.full(num_entries, num_entries - 1, np.int32),
     )
 
 

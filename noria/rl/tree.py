@@ -2,14 +2,15 @@
 
     groups ──advantages──▶ candidates ──weights──▶ rows ──prune──▶ trie ──depth first──▶ TokenTree
 
-Positions are shared by all episodes of the batch whose ids agree, whatever their group; entries never are. The work is done on whole runs of ids:
+Positions are shared by all episodes of the batch whose ids agree, whatever their group; entries never are. An episode that forked has a row for each
+of its paths: a token is an entry of the path on which it was sampled, once, whatever later paths keep of it. The work is done on whole runs of ids:
 rows are sorted as bytes, neighbours are compared as arrays, and Python steps once per node.
 
-Shape letters: T position, M entry, N node; R row (a trained episode).
+Shape letters: T position, M entry, N node, Q sequence = row (one path of one trained episode), E episode of the batch.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -18,7 +19,7 @@ import numpy as np
 from noria.config import AlgorithmConfig
 from noria.errors import InvalidRequestError
 from noria.rl.advantages import group_advantages
-from noria.types import Entries, Episode, EpisodeGroup, FloatArray, IntArray, TokenTree, Turn
+from noria.types import Entries, Episode, EpisodeGroup, FloatArray, Ids, IntArray, TokenTree, Turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +29,8 @@ class BatchStatistics:
     num_groups, num_groups_without_signal (all advantages 0); num_episodes, of which num_truncated were cut, num_empty have no sampled token and
     num_trained have entries; num_failed: episodes that failed for good and are not in num_episodes. num_entries: trained tokens. num_positions: of
     the tree; num_positions_unshared: of the same paths laid out one by one. reward_mean, reward_std: of the raw rewards, over all episodes.
-    completion_length_mean: sampled tokens per episode. Means of nothing are 0.
+    completion_length_mean: sampled tokens per episode. reward_parts: mean of each named component over the episodes that reported it. Means of
+    nothing are 0.
     """
 
     num_groups: int
@@ -44,6 +46,7 @@ class BatchStatistics:
     reward_mean: float
     reward_std: float
     completion_length_mean: float
+    reward_parts: Mapping[str, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,14 +61,19 @@ class _Candidate:
 
 
 @dataclass(frozen=True, slots=True)
-class _Row:
-    """A trained episode as arrays. path_T: ids up to its last predictor. predictor_depth_M: index in path_T that predicts each target."""
+class Row:
+    """One trained sequence as arrays, at least one entry. path_T: ids up to its last predictor. predictor_depth_M: index in path_T that predicts each
+    target, ascending. episode: its index among all episodes of the batch; the other fields as in `Entries`.
+    """
 
+    episode: int
     path_T: IntArray
     predictor_depth_M: IntArray
     target_M: IntArray
     temperature_M: FloatArray
     behavior_logprobs_M: FloatArray
+    advantage_M: FloatArray
+    weight_M: FloatArray
     version_M: IntArray
 
 
@@ -79,7 +87,7 @@ class _Layout:
     node_start_N: IntArray
     node_stop_N: IntArray
     node_parent_N: IntArray
-    predict_from_R: list[IntArray]
+    predict_from_Q: list[IntArray]
 
 
 def build_tree(groups: Sequence[EpisodeGroup], algorithm: AlgorithmConfig) -> tuple[TokenTree, BatchStatistics]:
@@ -87,34 +95,39 @@ def build_tree(groups: Sequence[EpisodeGroup], algorithm: AlgorithmConfig) -> tu
 
     groups: the whole batch, in the order in which it was formed; episodes are taken by member. What is trained, with which weight:
         advantages    from the raw rewards of all episodes of a group (`penalize` gives a truncated one reward 0 first)
-        not trained   tokens sampled at temperature 0; truncated episodes under `truncated = "mask"`; under `zero_signal = "skip"`, groups without
-                      signal
+        not trained   tokens sampled at temperature 0; truncated episodes under `truncated = "mask"`; unless `zero_signal = "train"`, groups of
+                      which nothing is left with an advantage other than 0: they change nothing of the tree
         weight_M      1 / denominator, which counts what is left: "tokens" 1 / the number of tokens; "episodes" and "groups" give each episode or
                       group the same total weight, spread evenly over its tokens, all together 1; "none" 1
-        pruned        under "skip", episodes whose own advantage is 0 although their group has signal: they count in the denominator (so that an
+        pruned        unless "train", episodes whose own advantage is 0 although their group has signal: they count in the denominator (so that an
                       advantage of 0 and one of 1e-9 mean the same) but are not laid out
-    Children stand in order of first appearance, entries by episode, then position. An episode's path ends at the position that predicts its last
-    trained token. If nothing is left to train, the tree is empty. `episode_M` and `num_episodes` count all episodes of the batch.
+    Children stand in order of first appearance, entries by episode, then path, then position; each path is a sequence of its own. A path ends at the
+    position that predicts its last trained token; one without any is left out. If nothing is left to train, the tree is empty.
 
     Raises InvalidRequestError: a sampled token that nothing precedes. RewardNotFiniteError: see `group_advantages`.
     """
     candidates, num_without_signal = _candidates(groups, algorithm)
     weights = _token_weights(candidates, algorithm.denominator)
     kept = [(c, w) for c, w in zip(candidates, weights, strict=True) if c.advantage != 0.0 or algorithm.zero_signal == "train"]
-    rows = [_row(c.episode) for c, _ in kept]
+    rows = [row for candidate, weight in kept for row in _rows(candidate, weight)]
+    tree = tree_of(rows, num_episodes=sum(len(g.episodes) for g in groups))
+    return tree, _statistics(groups, tree, num_without_signal, num_unshared=sum(len(r.path_T) for r in rows))
+
+
+def tree_of(rows: Sequence[Row], *, num_episodes: int) -> TokenTree:
+    """The trie of the rows, with their entries in the order given. rows: of ascending `episode` < num_episodes."""
     layout = _lay_out([r.path_T for r in rows], [r.predictor_depth_M for r in rows])
-    lengths = [len(r.target_M) for r in rows]
     entries = Entries(
-        predict_from_M=_concatenate(layout.predict_from_R, np.int32),
+        predict_from_M=_concatenate(layout.predict_from_Q, np.int32),
         target_M=_concatenate([r.target_M for r in rows], np.int32),
         temperature_M=_concatenate([r.temperature_M for r in rows], np.float32),
         behavior_logprobs_M=_concatenate([r.behavior_logprobs_M for r in rows], np.float32),
-        advantage_M=np.repeat(np.array([c.advantage for c, _ in kept], np.float32), lengths),
-        weight_M=np.repeat(np.array([w for _, w in kept], np.float32), lengths),
+        advantage_M=_concatenate([r.advantage_M for r in rows], np.float32),
+        weight_M=_concatenate([r.weight_M for r in rows], np.float32),
         version_M=_concatenate([r.version_M for r in rows], np.int32),
-        episode_M=np.repeat(np.array([c.index for c, _ in kept], np.int32), lengths),
+        sequence_M=np.repeat(np.arange(len(rows), dtype=np.int32), [len(r.target_M) for r in rows]),
     )
-    tree = TokenTree(
+    return TokenTree(
         ids_T=layout.ids_T,
         depth_T=layout.depth_T,
         end_T=layout.end_T,
@@ -122,15 +135,31 @@ def build_tree(groups: Sequence[EpisodeGroup], algorithm: AlgorithmConfig) -> tu
         node_stop_N=layout.node_stop_N,
         node_parent_N=layout.node_parent_N,
         entries=entries,
-        num_episodes=sum(len(g.episodes) for g in groups),
+        episode_Q=np.array([r.episode for r in rows], np.int32),
+        num_episodes=num_episodes,
     )
-    return tree, _statistics(groups, tree, num_without_signal, num_unshared=sum(len(r.path_T) for r in rows))
+
+
+def episode_advantages(group: EpisodeGroup, algorithm: AlgorithmConfig) -> FloatArray:
+    """The advantage of each episode of the group, by member. Raises RewardNotFiniteError: see `group_advantages`."""
+    episodes = sorted(group.episodes, key=lambda e: e.member)
+    rewards = [0.0 if e.truncated and algorithm.truncated == "penalize" else e.reward for e in episodes]
+    return group_advantages(rewards, algorithm.advantage)
+
+
+def has_signal(group: EpisodeGroup, algorithm: AlgorithmConfig) -> bool:
+    """Whether any token of the group has an advantage to learn from: exactly then `build_tree` would lay it out under `zero_signal = "skip"`.
+
+    Raises RewardNotFiniteError: see `group_advantages`.
+    """
+    candidates, _ = _candidates([group], algorithm)
+    return any(c.advantage != 0.0 for c in candidates)
 
 
 def trained_groups(groups: Sequence[EpisodeGroup], tree: TokenTree) -> frozenset[str]:
     """Ids of the groups that have an entry in their batch's tree. groups: as given to `build_tree`."""
     owner_E = np.repeat(np.arange(len(groups)), [len(group.episodes) for group in groups])
-    return frozenset(groups[owner].group_id for owner in np.unique(owner_E[tree.entries.episode_M]))
+    return frozenset(groups[owner].group_id for owner in np.unique(owner_E[tree.episode_Q]))
 
 
 def _candidates(groups: Sequence[EpisodeGroup], algorithm: AlgorithmConfig) -> tuple[list[_Candidate], int]:
@@ -139,16 +168,17 @@ def _candidates(groups: Sequence[EpisodeGroup], algorithm: AlgorithmConfig) -> t
     num_without_signal = index = 0
     for number, group in enumerate(groups):
         episodes = sorted(group.episodes, key=lambda e: e.member)
-        rewards = [0.0 if e.truncated and algorithm.truncated == "penalize" else e.reward for e in episodes]
-        advantages_G = group_advantages(rewards, algorithm.advantage)
-        has_signal = bool(advantages_G.any())
-        num_without_signal += not has_signal
+        advantages_G = episode_advantages(group, algorithm)
+        num_without_signal += not advantages_G.any()
+        own: list[_Candidate] = []
         for episode, advantage in zip(episodes, advantages_G.tolist(), strict=True):
             is_masked = episode.truncated and algorithm.truncated == "mask"
             num_tokens = sum(len(t.completion.sampled_ids) for t in episode.turns if t.temperature > 0)
-            if num_tokens and not is_masked and (has_signal or algorithm.zero_signal == "train"):
-                candidates.append(_Candidate(episode, index, number, advantage, num_tokens))
+            if num_tokens and not is_masked:
+                own.append(_Candidate(episode, index, number, advantage, num_tokens))
             index += 1
+        if algorithm.zero_signal == "train" or any(c.advantage != 0.0 for c in own):
+            candidates += own
     return candidates, num_without_signal
 
 
@@ -170,46 +200,72 @@ def _token_weights(candidates: Sequence[_Candidate], denominator: str) -> list[f
             return [1.0 for _ in candidates]
 
 
-def _row(episode: Episode) -> _Row:
-    """The arrays of an episode that has at least one trainable token."""
-    parts: list[IntArray] = []
+def _rows(candidate: _Candidate, weight: float) -> Iterator[Row]:
+    """A row for each path of the episode on which tokens that train were sampled. weight: of each token."""
+    path_T = np.empty(0, np.int32)
+    for turns in _unforked(candidate.episode.turns):
+        head_T = path_T[: turns[0].keep]
+        path_T = np.concatenate([head_T, *(_array(ids, np.int32) for turn in turns for ids in _ids_of(turn))])
+        if any(turn.temperature > 0 and turn.completion.sampled_ids for turn in turns):
+            yield _row(candidate, weight, path_T, turns, num_kept=len(head_T))
+
+
+def _row(candidate: _Candidate, weight: float, path_T: IntArray, turns: Sequence[Turn], *, num_kept: int) -> Row:
+    """The row of one path, which is num_kept ids and then these turns."""
     depths: list[IntArray] = []
     trained: list[Turn] = []
-    length = 0
-    for turn in episode.turns:
-        sampled = turn.completion.sampled_ids
-        parts += [_array(turn.observation_ids, np.int32), _array(sampled, np.int32)]
+    length = num_kept
+    for turn in turns:
         first = length + len(turn.observation_ids)
-        length = first + len(sampled)
-        if turn.temperature > 0 and sampled:
+        length = first + len(turn.completion.sampled_ids)
+        if turn.temperature > 0 and length > first:
             depths.append(np.arange(first - 1, length - 1, dtype=np.int32))
             trained.append(turn)
     depth_M = np.concatenate(depths)
     if depth_M[0] < 0:
         raise InvalidRequestError(
-            f"episode {episode.episode_id} begins with a sampled token: nothing predicts it. Give the first turn at least one observation id"
+            f"episode {candidate.episode.episode_id} begins with a sampled token: nothing predicts it. Begin with at least one observation id"
         )
-    ids_T = np.concatenate(parts)
-    return _Row(
-        path_T=ids_T[: depth_M[-1] + 1],
+    return Row(
+        episode=candidate.index,
+        path_T=path_T[: depth_M[-1] + 1],
         predictor_depth_M=depth_M,
-        target_M=ids_T[depth_M + 1],
+        target_M=path_T[depth_M + 1],
         temperature_M=np.repeat(np.array([t.temperature for t in trained], np.float32), [len(d) for d in depths]),
         behavior_logprobs_M=np.concatenate([_array(t.completion.behavior_logprobs, np.float32) for t in trained]),
+        advantage_M=np.full(len(depth_M), candidate.advantage, np.float32),
+        weight_M=np.full(len(depth_M), weight, np.float32),
         version_M=np.concatenate([_array(t.completion.versions, np.int32) for t in trained]),
     )
 
 
-def _lay_out(paths_R: Sequence[IntArray], predictor_depths_R: Sequence[IntArray]) -> _Layout:
+def _unforked(turns: Sequence[Turn]) -> Iterator[list[Turn]]:
+    """The turns of each path: those that extend the path whose first turn began the episode, or forked."""
+    length, path = 0, list[Turn]()
+    for turn in turns:
+        if turn.keep is not None and turn.keep < length:
+            yield path
+            path, length = [], turn.keep
+        path.append(turn)
+        length += sum(map(len, _ids_of(turn)))
+    if path:
+        yield path
+
+
+def _ids_of(turn: Turn) -> tuple[Ids, Ids]:
+    return turn.observation_ids, turn.completion.sampled_ids
+
+
+def _lay_out(paths_Q: Sequence[IntArray], predictor_depths_Q: Sequence[IntArray]) -> _Layout:
     """The trie of the paths in depth-first order, children by first appearance, unbranched stretches as one node."""
-    stop_N, parent_N, node_of_row = _trie(paths_R)
+    stop_N, parent_N, node_of_row = _trie(paths_Q)
     first_row_N, children_N = _ordered_children(stop_N, parent_N, node_of_row)
     rows_at_N: list[list[int]] = [[] for _ in stop_N]
     for row, node in enumerate(node_of_row):
         rows_at_N[node].append(row)
 
     path = np.empty(max(stop_N), np.int32)  # position at each depth, on the way from the root to the node being laid out
-    predict_from_R: list[IntArray] = [path[:0]] * len(paths_R)
+    predict_from_Q: list[IntArray] = [path[:0]] * len(paths_Q)
     ids: list[IntArray] = []
     starts: list[int] = []
     stops: list[int] = []
@@ -225,9 +281,9 @@ def _lay_out(paths_R: Sequence[IntArray], predictor_depths_R: Sequence[IntArray]
             ending += rows_at_N[node]
         size = stop_N[node] - depth
         path[depth : stop_N[node]] = np.arange(length, length + size, dtype=np.int32)
-        ids.append(paths_R[first_row_N[node]][depth : stop_N[node]])
+        ids.append(paths_Q[first_row_N[node]][depth : stop_N[node]])
         for row in ending:
-            predict_from_R[row] = path[predictor_depths_R[row]]
+            predict_from_Q[row] = path[predictor_depths_Q[row]]
         waiting += [(child, len(starts), stop_N[node]) for child in reversed(children_N[node])]
         starts.append(length)
         depths.append(depth)
@@ -248,21 +304,21 @@ def _lay_out(paths_R: Sequence[IntArray], predictor_depths_R: Sequence[IntArray]
         node_start_N=start_N,
         node_stop_N=stop_of_N,
         node_parent_N=np.array(parents, np.int32),
-        predict_from_R=predict_from_R,
+        predict_from_Q=predict_from_Q,
     )
 
 
-def _trie(paths_R: Sequence[IntArray]) -> tuple[list[int], list[int], list[int]]:
+def _trie(paths_Q: Sequence[IntArray]) -> tuple[list[int], list[int], list[int]]:
     """Depth at which each node stops, its parent (node 0 is a root above all roots), and the node in which each path ends.
 
     Sorted as bytes, paths with a common head stand together, and the heads that neighbours share are all the inner nodes: the suffix-tree
     construction from sorted suffixes (Kasai et al. 2001), on whole paths.
     """
-    stop_N, parent_N, node_of_row = [0], [-1], [0] * len(paths_R)
+    stop_N, parent_N, node_of_row = [0], [-1], [0] * len(paths_Q)
     on_path = [0]
-    keys = [path.tobytes() for path in paths_R]
-    order = sorted(range(len(paths_R)), key=keys.__getitem__)
-    shared_with_previous = [0, *(_common_length(paths_R[a], paths_R[b]) for a, b in pairwise(order))]
+    keys = [path.tobytes() for path in paths_Q]
+    order = sorted(range(len(paths_Q)), key=keys.__getitem__)
+    shared_with_previous = [0, *(_common_length(paths_Q[a], paths_Q[b]) for a, b in pairwise(order))]
     for row, shared in zip(order, shared_with_previous, strict=False):
         below = -1
         while stop_N[on_path[-1]] > shared:
@@ -272,8 +328,8 @@ def _trie(paths_R: Sequence[IntArray]) -> tuple[list[int], list[int], list[int]]
             parent_N.append(on_path[-1])
             on_path.append(len(stop_N) - 1)
             parent_N[below] = on_path[-1]
-        if len(paths_R[row]) > shared:
-            stop_N.append(len(paths_R[row]))
+        if len(paths_Q[row]) > shared:
+            stop_N.append(len(paths_Q[row]))
             parent_N.append(on_path[-1])
             on_path.append(len(stop_N) - 1)
         node_of_row[row] = on_path[-1]
@@ -313,14 +369,23 @@ def _statistics(groups: Sequence[EpisodeGroup], tree: TokenTree, num_without_sig
         num_truncated=sum(e.truncated for e in episodes),
         num_empty=lengths.count(0),
         num_failed=sum(g.num_failed for g in groups),
-        num_trained=len(np.unique(tree.entries.episode_M)),
+        num_trained=len(np.unique(tree.episode_Q)),
         num_entries=len(tree.entries),
         num_positions=len(tree),
         num_positions_unshared=num_unshared,
         reward_mean=float(rewards.mean()),
         reward_std=float(rewards.std()),
         completion_length_mean=sum(lengths) / len(lengths) if lengths else 0.0,
+        reward_parts=_mean_parts(episodes),
     )
+
+
+def _mean_parts(episodes: Sequence[Episode]) -> dict[str, float]:
+    values: dict[str, list[float]] = {}
+    for episode in episodes:
+        for name, part in episode.reward_parts:
+            values.setdefault(name, []).append(part)
+    return {name: sum(parts) / len(parts) for name, parts in sorted(values.items())}
 
 
 def _array(values: Sequence[float], dtype: type[np.generic]) -> np.ndarray:
