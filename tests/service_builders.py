@@ -86,7 +86,7 @@ def run_config(name="run", **changes):
         algorithm=AlgorithmConfig(**algorithm),
         adapter=AdapterConfig(**({"rank": 4, "learning_rate": 1e-2} | changes.pop("adapter", {}))),
         sampling=SamplingConfig(max_tokens=4),
-        evaluation=EvaluationConfig(num_tasks=changes.pop("num_tasks", 4), every=changes.pop("every", 0)),
+        evaluation=EvaluationConfig(num_tasks=changes.pop("num_tasks", 4), every=changes.pop("every", 0), **changes.pop("evaluation", {})),
         deadlines=DeadlinesConfig(**changes.pop("deadlines", {})),
         actors=ActorsConfig(**changes.pop("actors", {})),
         **changes,
@@ -112,9 +112,9 @@ async def serving(state_dir: Path, *runs, resume=False, **changes):
         yield server
 
 
-async def add(server, config, kind=Letters, *, resume=False):
+async def add(server, config, kind=Letters, *, resume=False, folder=Path(".")):
     factory = environment_factory(kind, {}, name=kind.__name__)
-    return await server.add_run(config, folder=Path("."), resume=resume, environment=factory)
+    return await server.add_run(config, folder=folder, resume=resume, environment=factory)
 
 
 async def reached(server, name, version):
@@ -135,10 +135,10 @@ def record_training(server):
     learner, steps = server.stages.learner, []
     train = learner.train
 
-    def recording(run_id, pieces):
+    def recording(run_id, pieces, **named):
         sampled_by = {int(version) for piece in pieces for version in piece.entries.version_M}
         steps.append((run_id, server.runs[run_id].progress.version, sampled_by))
-        return train(run_id, pieces)
+        return train(run_id, pieces, **named)
 
     learner.train = recording
     return steps

@@ -8,6 +8,7 @@ import pytest
 from learner_builders import drain, make_learner, nonzero_state, pieces_of, random_groups, same_bytes, spec, tiny
 
 from noria.errors import InvalidRequestError, SlotsExhaustedError, StageStoppedError, StateConflictError, TreeTooLargeError
+from noria.types import LossSpec, OptimizerSpec
 
 BATCH = random_groups(3, num_groups=3)
 
@@ -52,6 +53,12 @@ COMMANDS = {
     "ids that are no numbers": (lambda x: x.score_ids("mine", ("a", "b")), TypeError),
     "a batch cut for a larger axis": (lambda x: x.train("mine", pieces_of(random_groups(1, num_groups=9, prompt=60), 1024)), TreeTooLargeError),
     "a batch that is no batch": (lambda x: x.train("mine", [None]), AttributeError),
+    "a batch of an unknown loss": (lambda x: x.train("mine", pieces_of(BATCH), loss=LossSpec(kind="mse")), InvalidRequestError),
+    "a batch of a loss that is no number": (lambda x: x.train("mine", pieces_of(BATCH), loss=LossSpec(tis_cap="two")), ValueError),
+    "a batch of an unknown schedule": (
+        lambda x: x.train("mine", pieces_of(BATCH), optimizer=OptimizerSpec(1.0, schedule="step")),
+        InvalidRequestError,
+    ),
     "no such run": (lambda x: x.train("ghost", pieces_of(BATCH)), StateConflictError),
     "a moment without a module": (lambda x: x.load_run(spec("new"), damaged(lambda s: without(s.first_moment, "a", "q"))), StateConflictError),
     "a moment without a side": (lambda x: x.load_run(spec("new"), damaged(lambda s: s.second_moment.pop("b") and None)), StateConflictError),

@@ -86,7 +86,7 @@ def naive_gradient(groups, adapter, scale):
 def packed_gradient(groups, state, run_spec, max_positions):
     config, base = tiny()
     slots = load_slot(empty_state(config, 3, 8), SLOT, state)
-    scale_A = jnp.zeros(3).at[SLOT].set(run_spec.lora.alpha / run_spec.lora.rank)
+    scale_A = jnp.zeros(3).at[SLOT].set(run_spec.lora.scale)
     pieces = pieces_of(groups, max_positions)
     gradient, shared = slots.gradient, 0
     done = 0
@@ -109,7 +109,7 @@ def test_packed_tree_gradients_equal_naive_per_episode_gradients(seed, groups, t
     run_spec = spec("run")
     state = nonzero_state(seed, run_spec)
     got, shared, num_pieces = packed_gradient(recorded, state, run_spec, max_positions)
-    want = naive_gradient(recorded, jax.tree.map(jnp.asarray, state.params), run_spec.lora.alpha / run_spec.lora.rank)
+    want = naive_gradient(recorded, jax.tree.map(jnp.asarray, state.params), run_spec.lora.scale)
     assert shared > 0, "the case must hold several entries on one position"
     assert (num_pieces > 1) == cuts
     for got_leaf, want_leaf in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):

@@ -86,6 +86,6 @@ def test_ends_of_text_between_turns_train_and_what_was_only_observed_does_not():
     groups = [EpisodeGroup("g", "run", Task(0, 0), (episode(0, 1.0, *turns), episode(1, 0.0, *turns[:1])))]
     microbatch, _ = microbatch_of(groups)
     entries = microbatch.entries
-    long = np.flatnonzero((entries.episode_M == np.bincount(entries.episode_M[: microbatch.num_entries]).argmax()) & (entries.weight_M > 0))
+    long = np.flatnonzero((entries.sequence_M == np.bincount(entries.sequence_M[: microbatch.num_entries]).argmax()) & (entries.weight_M > 0))
     assert entries.target_M[long].tolist() == [9, PAD, PAD, 8, PAD]
     assert entries.predict_from_M[long].tolist() == [1, 2, 5, 8, 9]

@@ -33,7 +33,7 @@ def sampler_of(spans, base=None, **changes):
 
 
 def publish(sampler, run_spec, version, state):
-    sampler.publish(run_spec.run_id, version, state.params, run_spec.lora.alpha / run_spec.lora.rank)
+    sampler.publish(run_spec.run_id, version, state.params, run_spec.lora.scale)
 
 
 def requests():

@@ -1,45 +1,15 @@
 """The scheduler without a device: fair turns, places in the queue, and no page lost or written twice, whatever comes and goes."""
 
 import random
-from itertools import count
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sampler_builders import prompt, request
+from sampler_builders import STEPS, FakeDevice, prompt, submit
 
 from noria.sampler.pages import PagePool
 from noria.sampler.scheduler import Scheduler
-from noria.sampler.sequence import CHUNK, DecodeDispatch, PrefillDispatch, Sampled, Sequence
+from noria.sampler.sequence import CHUNK, DecodeDispatch, PrefillDispatch
 from noria.sampler.slots import SlotTable
-
-STEPS = 4
-
-
-class FakeDevice:
-    """Runs dispatches: samples increasing ids, STEPS per lane, and counts what it did per tenant."""
-
-    def __init__(self, scheduler):
-        self.scheduler = scheduler
-        self.ids = count(1000)
-        self.num_sampled = {}
-        self.dispatches = []
-
-    def step(self):
-        """One dispatch; the sequences that finished, None if there was nothing to do."""
-        dispatch = self.scheduler.plan()
-        if dispatch is None:
-            return None
-        self.dispatches.append(dispatch)
-        if isinstance(dispatch, PrefillDispatch):
-            assert dispatch.rows
-            return []
-        return self.scheduler.complete(dispatch, [[self._sample(sequence) for sequence in tile.sequences] for tile in dispatch.tiles])
-
-    def _sample(self, sequence):
-        tokens = [next(self.ids) for _ in range(min(STEPS, sequence.num_remaining))]
-        tenant = sequence.request.tenant
-        self.num_sampled[tenant] = self.num_sampled.get(tenant, 0) + len(tokens)
-        return Sampled(tokens, [0.0] * len(tokens))
 
 
 def build(num_pages=512, num_lanes=16, max_rows=4, runs=("",)):
@@ -49,12 +19,6 @@ def build(num_pages=512, num_lanes=16, max_rows=4, runs=("",)):
             slots.advance(run_id, 0)
     scheduler = Scheduler(PagePool(num_pages), slots, num_lanes=num_lanes, max_rows=max_rows)
     return scheduler, FakeDevice(scheduler), slots
-
-
-def submit(scheduler, **changes):
-    sequence = Sequence(request(**changes), stop_ids=(2,))
-    scheduler.submit(sequence)
-    return sequence
 
 
 def dispatches_until_finished(device, sequence):
@@ -170,6 +134,7 @@ def test_tiles_hold_one_slot_each():
 def test_whatever_comes_and_goes_pages_have_one_writer_and_everything_ends(seed, num_pages):
     rng = random.Random(seed)
     scheduler, device, slots = build(num_pages=num_pages, runs=("", "a"))
+    scheduler.set_deterministic("a", is_deterministic=rng.random() < 0.5)
     live, versions, done = [], 0, 0
     for _ in range(120):
         action = rng.random()

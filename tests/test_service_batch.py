@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from noria.config import AlgorithmConfig
 from noria.rl.packing import microbatch_shape
-from noria.rl.tree import build_tree
+from noria.rl.tree import build_tree, has_signal
 from noria.service.batch import prepare
 from noria.types import Completion, Episode, EpisodeGroup, Task, Turn
 
@@ -46,7 +46,7 @@ EPISODES = st.tuples(st.sampled_from([0.0, 0.5, 1.0]), st.booleans(), st.sampled
 GROUPS = st.lists(st.lists(EPISODES, min_size=2, max_size=4), min_size=1, max_size=4)
 
 
-@given(GROUPS, st.sampled_from(["mask", "penalize", "keep"]), st.sampled_from(["skip", "train"]))
+@given(GROUPS, st.sampled_from(["mask", "penalize", "keep"]), st.sampled_from(["skip", "train", "resample"]))
 def test_trained_are_exactly_the_groups_that_would_train_alone(made, truncated, zero_signal):
     algorithm = AlgorithmConfig(steps=1, truncated=truncated, zero_signal=zero_signal)
     groups = [group_of(number, episodes) for number, episodes in enumerate(made)]
@@ -54,3 +54,13 @@ def test_trained_are_exactly_the_groups_that_would_train_alone(made, truncated, 
     alone = [group.group_id for group in groups if len(build_tree([group], algorithm)[0].entries)]
     assert list(batch.trained) == alone
     assert sorted(batch.trained + batch.untrained) == [group.group_id for group in groups]
+
+
+@given(GROUPS, st.sampled_from(["mask", "penalize", "keep"]))
+def test_a_group_has_signal_exactly_if_it_would_train(made, truncated):
+    """Under "resample" it decides before the batch is formed what the tree decides under "skip": every group of such a batch trains."""
+    algorithm = AlgorithmConfig(steps=1, truncated=truncated, zero_signal="resample")
+    groups = [group_of(number, episodes) for number, episodes in enumerate(made)]
+    chosen = [group for group in groups if has_signal(group, algorithm)]
+    assert prepare(groups, algorithm, SHAPE).trained == tuple(group.group_id for group in chosen)
+    assert prepare(chosen, algorithm, SHAPE).untrained == ()

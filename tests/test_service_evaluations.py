@@ -3,20 +3,102 @@
 import asyncio
 import shutil
 import threading
+from itertools import count
 
 import pytest
+from actor_builders import Echo, rules_for
 from service_builders import Letters, add, gated, reached, run_config, serving, stored
+from sqlalchemy import select
 
+from noria.buffer.tables import GROUPS
+from noria.config import SupervisedConfig
 from noria.service import store
+from noria.service.evaluations import Evaluations
 
 
 def evaluated(rows):
     return [row.version for row in rows]
 
 
+def evaluations_of(config):
+    return Evaluations(config, rules_for(Echo), None, None)
+
+
+def test_due_are_the_first_version_the_last_supervised_one_the_multiples_and_the_last():
+    config = run_config(algorithm={"steps": 10}, every=4)
+    assert evaluations_of(config).pending(100) == [0, 4, 8, 10]
+    assert evaluations_of(config).pending(7) == [0, 4]
+    supervised = config.model_copy(update={"supervised": SupervisedConfig(file="examples.jsonl", steps=3)})
+    assert evaluations_of(supervised).pending(100) == [0, 3, 4, 8, 12, 13]
+    assert evaluations_of(run_config(num_tasks=0, every=1)).pending(100) == []
+
+
+def test_versions_with_a_result_are_not_pending_and_compete_for_best():
+    config = run_config(algorithm={"steps": 4}, every=2)
+    evaluations = evaluations_of(config)
+    assert evaluations.best is None
+    evaluations.restore([store.EvaluationRow(0, 0.5, 0.5, 4, 0), store.EvaluationRow(2, 0.5, 0.6, 4, 0)])
+    assert (evaluations.pending(4), evaluations.best, evaluations.accuracy) == ([4], 2, {0: 0.5, 2: 0.5})
+    careless = evaluations_of(run_config(evaluation={"keep_best": False}))
+    careless.restore([store.EvaluationRow(0, 0.5, 0.5, 4, 0)])
+    assert careless.best is None
+
+
+def best_second(num_tasks):
+    """Letters whose held-out tasks are all solved in the second evaluation, and in no other."""
+    numbers = count()
+
+    class BestSecond(Letters):
+        def reset(self, task):
+            self.is_solved = task.index >= self.num_tasks and next(numbers) // num_tasks == 1
+            return Letters.reset(self, task)
+
+        def reward(self, action, answer):
+            return float(self.is_solved) or 0.9 * Letters.reward(self, action, answer)
+
+    return BestSecond
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_the_best_version_stays_on_disk_however_old_and_after_a_restart(tmp_path, keeps):
+    config, environment = run_config(algorithm={"steps": 8}, every=2, evaluation={"keep_best": keeps}), best_second(4)
+
+    async def serve(resume):
+        async with serving(tmp_path, (config, environment), resume=resume) as server:
+            assert await server.finished() == {}
+            return await stored(server, store.evaluations, "run")
+
+    for resume in (False, True):
+        rows = asyncio.run(serve(resume))
+        assert [row.accuracy for row in rows] == [0, 1, 0, 0, 0]
+        kept = sorted(path.name for path in (tmp_path / "adapters" / "run").iterdir())
+        assert kept == (["2", "7", "8"] if keeps else ["7", "8"])
+
+
+def test_an_evaluation_never_trains(tmp_path):
+    """Neither its tasks nor its episodes enter the buffer, and what is stored of it is its numbers."""
+    config = run_config(algorithm={"steps": 4}, every=1, num_tasks=5, evaluation={"samples": 4, "temperature": 1.0})
+
+    async def main():
+        async with serving(tmp_path, (config, Letters)) as server:
+            assert await server.finished() == {}
+            rows = await stored(server, store.evaluations, "run")
+            groups = await stored(server, lambda connection: connection.execute(select(GROUPS)).all())
+            played = server.stages.pool.counts().num_finished
+        return rows, groups, played
+
+    rows, groups, played = asyncio.run(main())
+    assert evaluated(rows) == [0, 1, 2, 3, 4]
+    assert all(list(row.pass_at) == [1, 2, 4] and row.num_tasks == 5 for row in rows)
+    assert all(row.pass_at[1] == pytest.approx(row.accuracy) and row.pass_at[1] <= row.pass_at[2] <= row.pass_at[4] for row in rows)
+    assert all(group.task_index < Letters.num_tasks for group in groups)
+    num_episodes = sum(group.num_episodes for group in groups if group.num_episodes)
+    assert played == num_episodes + 5 * 5 * 4
+
+
 @pytest.mark.parametrize("is_lost", [False, True])
 def test_an_evaluation_cut_short_is_made_up_for_after_a_restart(tmp_path, is_lost):
-    config, slow = run_config(algorithm={"steps": 6}), gated()
+    config, slow = run_config(algorithm={"steps": 6}, evaluation={"keep_best": False}), gated()
     folder = tmp_path / "adapters" / "run" / "0"
 
     async def first():

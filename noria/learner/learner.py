@@ -4,7 +4,8 @@
                                        (pieces of whichever runs are ready)        (one device dispatch per `step`)
 
 Each fixed-shape microbatch is filled with the pieces of whichever runs are ready; a run's optimizer step fires when its own batch is complete, and
-no run waits for another's batch. A run's pieces are executed in their canonical order, so its result does not depend on its neighbours.
+no run waits for another's batch. A run's pieces are executed in their canonical order, so its result does not depend on its neighbours. Loss and
+optimizer belong to the batch: arrays, so that runs with different ones share a pass, and a new mixture compiles nothing.
 The learner deliberately neither commits nor publishes: it hands the new state to whoever called `train`, and starts no further batch of that run
 until it is given one.
 """
@@ -44,7 +45,7 @@ _SCORED_RUN = "(score)"
 
 @dataclass(frozen=True, slots=True)
 class RunSpec:
-    """What the learner knows of a run. weight: its fair share relative to other runs."""
+    """What the learner knows of a run. optimizer, loss: of its batches that bring none of their own. weight: its fair share relative to others."""
 
     run_id: str
     lora: LoraSpec
@@ -57,12 +58,14 @@ class RunSpec:
 class StepResult:
     """One optimizer step. state: the run's new state on the host. metrics: of the loss, additive ones already divided by their counts.
 
-    num_positions, num_entries: of the run's own pieces. device_s: device seconds of its microbatches (shared ones by tiles) and its optimizer step.
+    learning_rate: used by it. num_positions, num_entries: of the run's own pieces. device_s: device seconds of its microbatches (shared ones by
+    tiles) and its optimizer step.
     """
 
     run_id: str
     state: AdapterState
     grad_norm: float
+    learning_rate: float
     metrics: Mapping[str, float]
     num_positions: int
     num_entries: int
@@ -82,6 +85,8 @@ class _Job:
 
     run: _Run
     pieces: Sequence[Piece]
+    loss: LossSpec
+    hyper: Hyperparameters
     future: "Future[StepResult]"
     next_piece: int = 0
     num_pulled: int = 0
@@ -156,7 +161,7 @@ class Learner:
             )
             self._state = self._state._replace(gradient=jax.block_until_ready(gradient))
             self._seen_shapes.add(shape.num_positions)
-        self._state, _ = apply_step(self._state, jnp.int32(0), hyperparameters(OptimizerSpec(1.0)))
+        self._state, *_ = apply_step(self._state, jnp.int32(0), hyperparameters(OptimizerSpec(1.0)))
         self._state = load_slot(self._state, 0, read_slot(self._state, 0))
         self._state = empty_state(config, settings.num_slots, settings.max_rank)
 
@@ -173,14 +178,17 @@ class Learner:
         """Free the run's slot; a batch of it that is under way is given up (its future raises StageStoppedError)."""
         return self._post(lambda: self._unload(run_id))
 
-    def train(self, run_id: str, pieces: Sequence[Piece]) -> "Future[StepResult]":
-        """One optimizer step on a batch cut into pieces (`rl.packing.cut`).
+    def train(
+        self, run_id: str, pieces: Sequence[Piece], *, loss: LossSpec | None = None, optimizer: OptimizerSpec | None = None
+    ) -> "Future[StepResult]":
+        """One optimizer step on a batch cut into pieces (`rl.packing.cut`). loss, optimizer: of this batch; None: the run's own.
 
-        The future raises InvalidRequestError (no entries), TreeTooLargeError (a piece cut for a larger microbatch), StateConflictError (unknown run,
-        or its previous batch is unfinished), GradientNotFiniteError (the adapter stays as it was), StageStoppedError.
+        The future raises InvalidRequestError (no entries, an unknown loss or schedule), TreeTooLargeError (a piece cut for a larger microbatch),
+        StateConflictError (unknown run, or its previous batch is unfinished), GradientNotFiniteError (the adapter stays as it was),
+        StageStoppedError.
         """
         future: Future[StepResult] = Future()
-        self._post(lambda: self._submit(run_id, pieces, future), future)
+        self._post(lambda: self._submit(run_id, pieces, future, loss=loss, optimizer=optimizer), future)
         return future
 
     def score_ids(self, run_id: str, ids: Ids) -> "Future[FloatArray]":
@@ -272,10 +280,9 @@ class Learner:
         if not self._free_slots:
             raise SlotsExhaustedError(f"all {self._settings.num_slots} learner slots are taken: raise learner.num_slots or stop a run")
         run = _Run(spec, self._free_slots[0], hyperparameters(spec.optimizer))
-        losses = {other.slot: other.spec.loss for other in (*self._runs.values(), run)}
-        self._losses = loss_table(losses, self._settings.num_slots)
+        self._losses = self._losses_with(run, spec.loss)
         self._state = load_slot(self._state, run.slot, state)
-        self._scale_A[run.slot] = spec.lora.alpha / spec.lora.rank
+        self._scale_A[run.slot] = spec.lora.scale
         self._runs[spec.run_id] = run
         self._free_slots.remove(run.slot)
 
@@ -294,7 +301,9 @@ class Learner:
             self._pull(self._scored)  # the other runs' parts count; what it adds to this slot is cleared when the slot is loaded again
         self._free_slots.append(run.slot)
 
-    def _submit(self, run_id: str, pieces: Sequence[Piece], future: "Future[StepResult]") -> Any:
+    def _submit(
+        self, run_id: str, pieces: Sequence[Piece], future: "Future[StepResult]", *, loss: LossSpec | None, optimizer: OptimizerSpec | None
+    ) -> Any:
         run = self._run(run_id)
         if run_id in self._jobs:
             raise StateConflictError(f"run {run_id} has an unfinished batch")
@@ -307,9 +316,16 @@ class Learner:
                     f"run {run_id}: a piece of {len(piece.ids_T)} positions and {len(piece.entries)} entries exceeds this learner's microbatch of "
                     f"{largest.num_positions} positions and {largest.num_entries} entries: cut the batch for it, or raise learner.max_positions"
                 )
-        self._jobs[run_id] = _Job(run, pieces, future)
+        job = _Job(run, pieces, loss or run.spec.loss, hyperparameters(optimizer) if optimizer else run.hyper, future)
+        self._losses = self._losses_with(run, job.loss)
+        self._jobs[run_id] = job
         self._fair.activate(run_id, run.spec.weight)
         return NotImplemented
+
+    def _losses_with(self, run: _Run, loss: LossSpec) -> LossTable:
+        """The losses of all batches under way, and this one in the run's slot. A run has one batch at a time. Raises InvalidRequestError."""
+        losses = {job.run.slot: job.loss for job in self._jobs.values()} | {run.slot: loss}
+        return loss_table(losses, self._settings.num_slots)
 
     def _run(self, run_id: str) -> _Run:
         run = self._runs.get(run_id)
@@ -394,11 +410,11 @@ class Learner:
     def _optimize(self, job: _Job) -> None:
         run, run_id, start = job.run, job.run.spec.run_id, self._clock.now()
         with self._spans.span("learner", "optimize", run_id):
-            self._state, norm = apply_step(self._state, jnp.int32(run.slot), run.hyper)
-            grad_norm = float(norm)
+            self._state, norm, rate = apply_step(self._state, jnp.int32(run.slot), job.hyper)
+            grad_norm, learning_rate = float(norm), float(rate)
             state = read_slot(self._state, run.slot)
         job.device_s += self._clock.now() - start
-        outcome = _outcome(job, state, grad_norm)
+        outcome = _outcome(job, state, grad_norm, learning_rate)
         del self._jobs[run_id]  # last, so that until its future is settled `fail` knows of it
         self._fair.deactivate(run_id)
         if isinstance(outcome, GradientNotFiniteError):
@@ -407,7 +423,7 @@ class Learner:
             job.future.set_result(outcome)
 
 
-def _outcome(job: _Job, state: AdapterState, grad_norm: float) -> StepResult | GradientNotFiniteError:
+def _outcome(job: _Job, state: AdapterState, grad_norm: float, learning_rate: float) -> StepResult | GradientNotFiniteError:
     run_id = job.run.spec.run_id
     if not np.isfinite(grad_norm):
         return GradientNotFiniteError(
@@ -416,7 +432,8 @@ def _outcome(job: _Job, state: AdapterState, grad_norm: float) -> StepResult | G
         )
     assert job.sums is not None, "a batch has pieces, and all are scored"
     num_entries = sum(len(piece.entries) for piece in job.pieces)
-    return StepResult(run_id, state, grad_norm, run_metrics(job.sums, job.run.slot), job.num_positions, num_entries, job.device_s)
+    metrics = run_metrics(job.sums, job.run.slot, job.loss.kind)
+    return StepResult(run_id, state, grad_norm, learning_rate, metrics, job.num_positions, num_entries, job.device_s)
 
 
 def _sequence(ids: Ids) -> Piece:

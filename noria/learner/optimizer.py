@@ -1,22 +1,27 @@
 """Per-slot AdamW: parameters, moments, gradient and step count of every run live in stacked slots; a step touches the active slot alone.
 
 One AdamW over the whole stack would move idle runs (weight decay, momentum). Here a step gathers one slot, updates it with that run's own
-learning rate, betas, decay and clip norm (traced values: a new mixture compiles nothing), and writes it back in place.
+learning rate, schedule, betas, decay and clip norm (traced values: a new mixture compiles nothing), and writes it back in place. The schedule is a
+function of the slot's step count, which is committed with its moments: a resumed run is where it was.
 
     L layer   A adapter slot
 """
 
 from functools import partial
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
+from noria.errors import InvalidRequestError
 from noria.model.config import ModelConfig
 from noria.model.lora import AdapterState, AdapterTree, empty_slots
-from noria.types import OptimizerSpec
+from noria.types import OptimizerSpec, Schedule
+
+SCHEDULES: Final[tuple[Schedule, ...]] = ("constant", "linear", "cosine")
+"""A schedule's number in `Hyperparameters` is its position here."""
 
 
 class SlotState(NamedTuple):
@@ -30,7 +35,7 @@ class SlotState(NamedTuple):
 
 
 class Hyperparameters(NamedTuple):
-    """OptimizerSpec as float32 scalars on the device (see types.OptimizerSpec)."""
+    """OptimizerSpec as scalars on the device (see types.OptimizerSpec): float32, and int32 for schedule, steps and first_step."""
 
     learning_rate: jax.Array
     beta1: jax.Array
@@ -38,12 +43,33 @@ class Hyperparameters(NamedTuple):
     eps: jax.Array
     weight_decay: jax.Array
     grad_clip_norm: jax.Array
+    final_fraction: jax.Array
+    schedule: jax.Array
     warmup_steps: jax.Array
+    decay_steps: jax.Array
+    first_step: jax.Array
 
 
 def hyperparameters(spec: OptimizerSpec) -> Hyperparameters:
-    """The spec's fields as arrays."""
-    return Hyperparameters(*(jnp.float32(getattr(spec, name)) for name in Hyperparameters._fields))
+    """The spec's fields as arrays. Raises InvalidRequestError: no such schedule."""
+    if spec.schedule not in SCHEDULES:
+        raise InvalidRequestError(f"there is no schedule {spec.schedule!r}; known: {', '.join(SCHEDULES)}")
+    floats = (spec.learning_rate, spec.beta1, spec.beta2, spec.eps, spec.weight_decay, spec.grad_clip_norm, spec.final_fraction)
+    ints = (SCHEDULES.index(spec.schedule), spec.warmup_steps, spec.decay_steps, spec.first_step)
+    return Hyperparameters(*map(jnp.float32, floats), *map(jnp.int32, ints))
+
+
+def rate_at(count: jax.Array, hyper: Hyperparameters) -> jax.Array:
+    """The learning rate, float32, of the step after `count` int32 steps of the slot: `OptimizerSpec` says how it rises and falls.
+
+    A step before first_step has the rate of the first. A decay that should end within the warm-up ends with it.
+    """
+    number = jnp.maximum(count + 1 - hyper.first_step, 1)
+    rise = jnp.minimum(number / jnp.maximum(hyper.warmup_steps, 1), 1.0)
+    length = jnp.maximum(hyper.decay_steps - hyper.warmup_steps, 1)
+    progress = jnp.clip((number - hyper.warmup_steps) / length, 0.0, 1.0)
+    left = jnp.stack([jnp.ones_like(progress), 1.0 - progress, 0.5 * (1.0 + jnp.cos(jnp.pi * progress))])[hyper.schedule]
+    return hyper.learning_rate * rise * (hyper.final_fraction + (1.0 - hyper.final_fraction) * left)
 
 
 def empty_state(config: ModelConfig, num_slots: int, max_rank: int) -> SlotState:
@@ -53,8 +79,10 @@ def empty_state(config: ModelConfig, num_slots: int, max_rank: int) -> SlotState
 
 
 @partial(jax.jit, donate_argnames=("state",))
-def apply_step(state: SlotState, slot: jax.Array, hyper: Hyperparameters) -> tuple[SlotState, jax.Array]:
-    """One AdamW step of `slot` from its accumulated gradient, which is then cleared. Returns (state, the gradient's norm before clipping).
+def apply_step(state: SlotState, slot: jax.Array, hyper: Hyperparameters) -> tuple[SlotState, jax.Array, jax.Array]:
+    """One AdamW step of `slot` from its accumulated gradient, which is then cleared.
+
+    Returns (state, the gradient's norm before clipping, the learning rate).
 
     A norm that is not finite leaves parameters, moments and count as they were; the caller refuses the step.
     """
@@ -63,7 +91,7 @@ def apply_step(state: SlotState, slot: jax.Array, hyper: Hyperparameters) -> tup
     norm = optax.tree.norm(gradient)
     is_finite = jnp.isfinite(norm)
     clip = jnp.where((hyper.grad_clip_norm > 0) & (norm > hyper.grad_clip_norm), hyper.grad_clip_norm / norm, 1.0)
-    rate = hyper.learning_rate * jnp.minimum(1.0, (count + 1) / jnp.maximum(hyper.warmup_steps, 1.0))
+    rate = rate_at(count, hyper)
     adamw = optax.adamw(rate, hyper.beta1, hyper.beta2, hyper.eps, weight_decay=hyper.weight_decay)
     adam, *rest = adamw.init(params)
     before = (adam._replace(count=count, mu=first, nu=second), *rest)
@@ -77,7 +105,7 @@ def apply_step(state: SlotState, slot: jax.Array, hyper: Hyperparameters) -> tup
         jax.tree.map(write, stack, value, old) for stack, value, old in zip(state[:3], new, (params, first, second), strict=True)
     )
     cleared = jax.tree.map(lambda leaf: leaf.at[:, slot].set(0.0), state.gradient)
-    return SlotState(params, first, second, cleared, state.count_A.at[slot].add(is_finite.astype(jnp.int32))), norm
+    return SlotState(params, first, second, cleared, state.count_A.at[slot].add(is_finite.astype(jnp.int32))), norm, rate
 
 
 @partial(jax.jit, donate_argnames=("state",))

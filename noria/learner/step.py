@@ -90,7 +90,7 @@ def to_device(microbatch: Microbatch) -> Arrays:
 def loss_inputs(microbatch: Microbatch) -> LossInputs:
     """What the loss reads of the microbatch's entries, on the device."""
     entries = microbatch.entries
-    columns = (entries.behavior_logprobs_M, entries.advantage_M, entries.weight_M, entries.episode_M, microbatch.slot_M)
+    columns = (entries.behavior_logprobs_M, entries.advantage_M, entries.weight_M, entries.sequence_M, microbatch.slot_M)
     return LossInputs(*(jnp.asarray(column) for column in columns))
 
 

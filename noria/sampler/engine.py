@@ -111,8 +111,9 @@ class SamplerEngine:
         self._wake = wake
         self._runner = Runner(base, model, config, max_rank=max_rank, shapes=shapes)
         self._slots = SlotTable(config.num_slots)
-        lanes, rows = self._runner.shapes.lanes[-1], self._runner.shapes.rows[-1]
-        self._scheduler = Scheduler(PagePool(config.num_pages), self._slots, num_lanes=lanes, max_rows=rows)
+        shapes = self._runner.shapes
+        pool = PagePool(config.num_pages)
+        self._scheduler = Scheduler(pool, self._slots, num_lanes=shapes.lanes[-1], max_rows=shapes.rows[-1], fixed=shapes.fixed)
         self._tickets: dict[Sequence, _Ticket] = {}
         self._request_ids: set[str] = set()
         self._inbox: deque[_Ticket] = deque()
@@ -161,7 +162,7 @@ class SamplerEngine:
         return True
 
     def publish(self, run_id: str, version: int, adapter: HostAdapter, scale: float) -> None:
-        """Make `version` the run's newest: only adapter bytes move. adapter: leaves of the rank class; scale: alpha / rank.
+        """Make `version` the run's newest: only adapter bytes move. adapter: leaves of the rank class; scale: `LoraSpec.scale`.
 
         Raises StateConflictError (not after the newest version, or versions of a retired run of this name are still pinned), SlotsExhaustedError,
         InvalidRequestError (wrong shapes, a scale that is not finite).
@@ -206,6 +207,13 @@ class SamplerEngine:
     def set_weight(self, tenant: str, weight: float) -> None:
         """Fair-share weight of a tenant, > 0; 1 unless set."""
         self._scheduler.set_weight(tenant, weight)
+
+    def set_deterministic(self, run_id: str, *, is_deterministic: bool) -> None:
+        """What the run samples is the same bit for bit, alone or beside others, whenever its requests come and whatever is cached; or need not be.
+
+        It holds for requests whose tokens are all of one version, on one machine with one JAX. Set it before the run's first request.
+        """
+        self._scheduler.set_deterministic(run_id, is_deterministic=is_deterministic)
 
     def waiting(self) -> list[Waiting]:
         """Every unfinished request, what it waits for, and its position."""

@@ -12,6 +12,11 @@ device: every dispatch packs whatever is decoding into tiles anew, so nothing fr
 
 A tenant below its share of lanes is admitted even when all lanes are in use, so a flood delays others by no more than their fair turn; the dispatch
 then takes turns over the tiles.
+
+Deterministic runs (`set_deterministic`) get the same bits whatever else is going on. While any of their requests could run, dispatches are no larger
+than the one shape that such requests run in, and whoever else is ready rides along. And only prefilled pages of theirs are ever cached: a decoded
+position's K/V differ in bits from the prefilled ones, and which of the two a later request finds would depend on whether its pages were still there.
+So what was sampled in one turn is prefilled again, once, when the next turn builds on it.
 """
 
 from collections import deque
@@ -67,14 +72,17 @@ class _Tenant:
 class Scheduler:
     """Owner of all sequences after submission, of the page pool and of the tenants' accounts. Touched by the device thread only.
 
-    num_lanes: most lanes of a decode dispatch, a multiple of 8. max_rows: most rows of a prefill dispatch.
+    num_lanes: most lanes of a decode dispatch, a multiple of 8. max_rows: most rows of a prefill dispatch. fixed: both, of dispatches with requests
+    of deterministic runs; None: as large as any.
     """
 
-    def __init__(self, pool: PagePool, slots: SlotTable, *, num_lanes: int, max_rows: int) -> None:
+    def __init__(self, pool: PagePool, slots: SlotTable, *, num_lanes: int, max_rows: int, fixed: tuple[int, int] | None = None) -> None:
         self.pool = pool
         self._slots = slots
         self._num_lanes = num_lanes
         self._max_rows = max_rows
+        self._fixed_lanes, self._fixed_rows = fixed or (num_lanes, max_rows)
+        self._deterministic: set[str] = set()
         self._tenants: dict[str, _Tenant] = {}
         self._active: dict[Sequence, None] = {}
         self._prefills: list[Prefill] = []
@@ -101,6 +109,10 @@ class Scheduler:
         """Fair-share weight of a tenant, > 0; 1 unless set."""
         assert weight > 0
         self._tenant(tenant).weight = weight
+
+    def set_deterministic(self, run_id: str, *, is_deterministic: bool) -> None:
+        """From now on the run's requests have the same bits whatever else is going on, or need not. Before the run's first request."""
+        (self._deterministic.add if is_deterministic else self._deterministic.discard)(run_id)
 
     def submit(self, sequence: Sequence) -> None:
         """Queue a request. Raises UnknownVersionError: its run has no published version, or the pinned one is not resident."""
@@ -245,16 +257,19 @@ class Scheduler:
         """
         copies: list[PageCopy] = []
         rows: list[PrefillRow] = []
-        while len(rows) < self._max_rows and (runnable := [p for p in self._prefills if p.can_run]):
+        is_fixed = False
+        limit = self._fixed_rows if any(p.run_id in self._deterministic for p in self._prefills) else self._max_rows
+        while len(rows) < limit and (runnable := [p for p in self._prefills if p.can_run]):
             prefill = min(runnable, key=lambda p: self._tenants[p.tenant].service)
             if prefill.source is not None:
                 copies.append(PageCopy(prefill.source.page, prefill.nodes[0].page))
                 self.pool.release((prefill.source,))
                 prefill.source = None
             rows.append(self._next_row(prefill))
+            is_fixed |= prefill.run_id in self._deterministic
             if prefill.next_position == prefill.stop:
                 self._end_prefill(prefill)
-        return PrefillDispatch(copies, rows)
+        return PrefillDispatch(copies, rows, is_fixed)
 
     def _next_row(self, prefill: Prefill) -> PrefillRow:
         begin = prefill.next_position
@@ -281,7 +296,8 @@ class Scheduler:
             queues.setdefault(tile.sequences[0].request.tenant, deque()).append(tile)
         service = {name: self._tenants[name].service for name in queues}
         tiles: list[LaneTile] = []
-        while queues and len(tiles) < self._num_lanes // LANES_PER_TILE:
+        limit = self._fixed_lanes if any(self._is_deterministic(sequence) for sequence in ready) else self._num_lanes
+        while queues and len(tiles) < limit // LANES_PER_TILE:
             name = min(queues, key=service.__getitem__)
             tile = queues[name].popleft()
             tiles.append(tile)
@@ -289,7 +305,7 @@ class Scheduler:
             if not queues[name]:
                 del queues[name]
         copies = [copy for tile in tiles for sequence in tile.sequences for copy in self._own_source(sequence)]
-        return DecodeDispatch(copies, tiles)
+        return DecodeDispatch(copies, tiles, is_fixed=any(self._is_deterministic(tile.sequences[0]) for tile in tiles))
 
     def _tiles(self, ready: list[Sequence]) -> list[LaneTile]:
         """Ready sequences of one tenant and one adapter slot, eight to a tile, in order of admission."""
@@ -313,10 +329,18 @@ class Scheduler:
             self.pool.release((sequence.source,))
             sequence.source = None
 
+    def _is_deterministic(self, sequence: Sequence) -> bool:
+        return sequence.request.run_id in self._deterministic
+
     # Leaving
 
     def _adopt(self, sequence: Sequence) -> None:
-        """Cache a finished sequence's pages: for everyone if all of them are of one version, and for its episode in any case."""
+        """Cache a finished sequence's pages: for everyone if all of them are of one version, and for its episode in any case.
+
+        Not those of a deterministic run: what was prefilled is cached, and the rest was decoded.
+        """
+        if self._is_deterministic(sequence):
+            return
         run_id, episode_id = sequence.request.run_id, sequence.request.episode_id
         if sequence.kv_version is not None:
             self.pool.adopt((run_id, sequence.kv_version), sequence.filled_ids, sequence.table)

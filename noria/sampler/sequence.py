@@ -148,18 +148,23 @@ class LaneTile(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PrefillDispatch:
-    """Fill pages: copies first, then all rows at once (a layer writes the K/V of all rows before it attends)."""
+    """Fill pages: copies first, then all rows at once (a layer writes the K/V of all rows before it attends).
+
+    is_fixed: run it in the one shape of deterministic runs, since a row is of one.
+    """
 
     copies: list[PageCopy]
     rows: list[PrefillRow]
+    is_fixed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeDispatch:
-    """Sample up to the configured number of tokens for every lane."""
+    """Sample up to the configured number of tokens for every lane. is_fixed: as of a prefill."""
 
     copies: list[PageCopy]
     tiles: list[LaneTile]
+    is_fixed: bool = False
 
     @property
     def num_lanes(self) -> int:

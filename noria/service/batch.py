@@ -39,8 +39,10 @@ def step_metrics(batch: Batch, result: StepResult, version: int) -> dict[str, fl
     return {
         **result.metrics,
         "grad_norm": result.grad_norm,
+        "learning_rate": result.learning_rate,
         "reward_mean": statistics.reward_mean,
         "reward_std": statistics.reward_std,
+        **{f"reward_part_{name}": mean for name, mean in statistics.reward_parts.items()},
         "num_groups_without_signal": statistics.num_groups_without_signal,
         "num_truncated": statistics.num_truncated,
         "num_failed": statistics.num_failed,

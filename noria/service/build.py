@@ -20,17 +20,18 @@ import jax.numpy as jnp
 from sqlalchemy import Connection, Engine
 
 from noria.actors.pool import ActorPool
-from noria.actors.rules import rules_of
+from noria.actors.rules import EpisodeRules, rules_of
 from noria.adapters.versions import VersionFiles
 from noria.buffer.database import open_database
 from noria.buffer.sqlite import SqliteBuffer
-from noria.buffer.tables import METADATA
 from noria.clock import RealClock
 from noria.config import RunConfig, ServerConfig, cache_dir
 from noria.envs.builtin import BUILTIN
 from noria.errors import ConfigError, StateConflictError
 from noria.learner.learner import Learner
-from noria.model.lora import initial_state
+from noria.model.config import ModelConfig
+from noria.model.export import start_from
+from noria.model.lora import AdapterState, initial_state, zero_adapter
 from noria.model.placement import base_dtype, place
 from noria.model.weights import LoadedBase, load_base
 from noria.observe import SpanRecorder, log_event
@@ -40,11 +41,14 @@ from noria.sampler.engine import SamplerEngine
 from noria.seeds import derive_seed
 from noria.service import store
 from noria.service.device import SharedDevice
-from noria.service.folder import ADAPTERS, DATABASE, exclusive
+from noria.service.folder import ADAPTERS, DATABASE, exclusive, record_server
 from noria.service.loop import Circle
+from noria.service.progress import RunProgress
 from noria.service.publish import PROBE_TOKENS, Publisher
-from noria.service.runs import ActiveRun, RunProgress
+from noria.service.runs import ActiveRun
 from noria.service.stages import Stages, TenantWeights
+from noria.service.supervised import load_examples
+from noria.text.examples import Example
 
 log = logging.getLogger(__name__)
 
@@ -69,8 +73,8 @@ class Server:
     """One process's circle with its store. Made by `open_server`; all methods belong to the event loop."""
 
     def __init__(self, config: ServerConfig, base: LoadedBase, circle: Circle, spans: SpanRecorder, clock: RealClock) -> None:
-        self.config, self.spans, self.clock = config, spans, clock
-        self._base, self._circle = base, circle
+        self.config, self.base, self.spans, self.clock = config, base, spans, clock
+        self._circle = circle
 
     @property
     def runs(self) -> dict[str, ActiveRun]:
@@ -87,18 +91,35 @@ class Server:
 
         A run that is refused leaves nothing behind, and one that existed stays as it was.
         Raises ConfigError (the file, or a run too large for this server), EnvironmentFailedError, DeadlineExceededError (it hangs),
-        StateConflictError (it exists and `resume` is False, or exists with another configuration), and what `ActiveRun.start` raises.
+        StateConflictError (it exists and `resume` is False, or exists with another configuration), DatasetError (the examples of its supervised
+        phase), AdapterFormatError (the adapter it starts from), and what `ActiveRun.start` raises.
         """
-        _check_fits(config, self.config)
-        stages = self._circle.stages
-        await stages.buffer.transaction(lambda connection: _check_resume(connection, config, resume))
-        factory = environment or await stages.pool.load(config, builtin=BUILTIN, folder=folder)
-        rules = rules_of(config, config.name, factory, self._base.tokenizer)
-        seed = derive_seed("adapter", config.seed, bits=63)
-        initial = await asyncio.to_thread(initial_state, self._base.config, config.adapter.lora, self.config.learner.max_rank, seed)
-        run = ActiveRun(config, rules, stages, initial)
+        newest = await self.stages.buffer.transaction(lambda connection: _newest_version(connection, config, resume))
+        rules, initial = await self.prepare(config, folder=folder, environment=environment, is_new=newest is None)
+        is_supervised = (newest or 0) < config.num_supervised_steps
+        examples = await self.examples(config, folder=folder) if is_supervised else ()
+        run = ActiveRun(config, rules, self.stages, initial, examples)
         await self._circle.add(run)
         return run
+
+    async def prepare(
+        self, config: RunConfig, *, folder: Path, environment: EnvironmentFactory | None = None, is_new: bool = True
+    ) -> tuple[EpisodeRules, AdapterState]:
+        """All that a run needs and that needs no state folder: how its episodes are played, and the state of version 0. Raises as `add_run`.
+
+        is_new: the run has no version yet, so the state of version 0 is that of its warm start, if the file asks for one.
+        """
+        _check_fits(config, self.config)
+        factory = environment or await self.stages.pool.load(config, builtin=BUILTIN, folder=folder)
+        rules = rules_of(config, config.name, factory, self.base.tokenizer)
+        warm_start = config.adapter.warm_start
+        start = folder / warm_start if is_new and warm_start is not None else None
+        return rules, await asyncio.to_thread(_first_state, config, self.base.config, self.config.learner.max_rank, start)
+
+    async def examples(self, config: RunConfig, *, folder: Path) -> tuple[Example, ...]:
+        """The examples of the run's supervised phase, none if it has no such phase. Raises DatasetError."""
+        base, shape = self.base, self.stages.shape
+        return await asyncio.to_thread(load_examples, config, base.tokenizer, base.chat, folder=folder, shape=shape)
 
     async def finished(self) -> dict[str, BaseException]:
         """Wait until every run has ended; the runs that failed, each with its cause."""
@@ -122,6 +143,7 @@ async def open_server(config: ServerConfig) -> AsyncIterator[Server]:
     """
     state_dir = Path(config.state_dir)
     with exclusive(state_dir):
+        record_server(state_dir, config)
         _use_compilation_cache()
         base = await asyncio.to_thread(load_base, config.base)
         database = open_database(state_dir / DATABASE)
@@ -158,8 +180,8 @@ def _build(config: ServerConfig, base: LoadedBase, database: Engine, adapters_di
     shares = {"sampler": config.sampler_share, "learner": 1 - config.sampler_share}
     device = SharedDevice({"sampler": sampler, "learner": learner}, shares, clock, max_stall_s)
     wakers.append(device)
-    buffer = SqliteBuffer(database, clock)
-    METADATA.create_all(database)
+    buffer = SqliteBuffer(database, clock, keep_payload=config.keep_episodes)
+    store.create_tables(database)
     probe_ids = base.tokenizer.encode(PROBE_TEXT)[: config.sampler.max_context - PROBE_TOKENS]
     stages = Stages(
         learner=learner,
@@ -167,7 +189,7 @@ def _build(config: ServerConfig, base: LoadedBase, database: Engine, adapters_di
         device=device,
         publisher=Publisher(sampler, learner, device, clock=clock, spans=spans, probe_ids=probe_ids, dtype=dtype),
         buffer=buffer,
-        pool=ActorPool(sampler, base.tokenizer, clock, spans, max_episodes=config.max_episodes),
+        pool=ActorPool(sampler, base.tokenizer, clock, spans, chat=base.chat, max_episodes=config.max_episodes),
         files=VersionFiles(adapters_dir),
         clock=clock,
         spans=spans,
@@ -194,15 +216,26 @@ def _check_fits(config: RunConfig, server: ServerConfig) -> None:
         )
 
 
-def _check_resume(connection: Connection, config: RunConfig, resume: bool) -> None:
+def _first_state(config: RunConfig, base: ModelConfig, max_rank: int, warm_start: Path | None) -> AdapterState:
+    """The state of version 0. warm_start: a PEFT adapter folder to start from."""
+    seed, lora = derive_seed("adapter", config.seed, bits=63), config.adapter.lora
+    if warm_start is None:
+        return initial_state(base, lora, max_rank, seed)
+    params = start_from(warm_start, base, lora, max_rank, seed)
+    return AdapterState(params, zero_adapter(base, max_rank), zero_adapter(base, max_rank), 0)
+
+
+def _newest_version(connection: Connection, config: RunConfig, resume: bool) -> int | None:
+    """The run's newest committed version, None for a new run. Raises StateConflictError: see `add_run`."""
     row = store.find_run(connection, config.name)
     if row is None:
-        return
+        return None
     if not resume:
         raise StateConflictError(f"run {config.name} exists already in this state folder: pass --resume to go on with it, or another --state-dir")
     if row.config != config:
         changed = [name for name in RunConfig.model_fields if getattr(row.config, name) != getattr(config, name)]
         raise StateConflictError(f"run {config.name} was started with other settings ({', '.join(changed)} differ); resume it with the same run file")
+    return store.versions(connection, config.name)[-1].record.version
 
 
 def _use_compilation_cache() -> None:

@@ -1,7 +1,8 @@
 """One run's held-out evaluations, beside its training.
 
-Due are version 0, every multiple of `evaluation.every`, and the last step. A due version is evaluated exactly once, whatever happens in between:
-what is due and has no result in the store is pending, its files are kept, and a restart publishes and evaluates it before it goes on.
+Due are version 0, the last version of a supervised phase, every multiple of `evaluation.every`, and the last step. A due version is evaluated exactly
+once, whatever happens in between: what is due and has no result in the store is pending, its files are kept, and a restart publishes and evaluates it
+before it goes on.
 
 At most one evaluation of a run is under way, since each keeps a version in a slot of the sampler that the run's newest one cannot have. The next due
 version waits for it, and training waits with that version, since a version can only be evaluated if it is pinned before a newer one is published:
@@ -9,7 +10,7 @@ evaluations that are slower than the steps between them slow their own run down,
 """
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from functools import partial
 from typing import Any, TypeAlias, final
 
@@ -24,7 +25,7 @@ Work: TypeAlias = Callable[[], Coroutine[Any, Any, None]]
 
 @final
 class Evaluations:
-    """Owner of one run's evaluation under way and of its pin. Touched by the event loop only; `begin` and `finish` by one task at a time.
+    """Owner of one run's evaluation under way, its pin, and its results. Touched by the event loop only; `begin` and `finish` by one task at a time.
 
     accuracy: of each evaluated version, as stored.
     """
@@ -32,6 +33,7 @@ class Evaluations:
     def __init__(self, config: RunConfig, rules: EpisodeRules, stages: Stages, spawn: Callable[[Work], asyncio.Task[None]]) -> None:
         """spawn: starts a task of the run, whose failure fails the run."""
         self.accuracy: dict[int, float] = {}
+        self._rows: dict[int, store.EvaluationRow] = {}
         self._config, self._rules, self._stages, self._spawn = config, rules, stages, spawn
         self._held_out = held_out_tasks(rules.environment, config.evaluation.num_tasks)
         self._pinned: int | None = None
@@ -42,11 +44,23 @@ class Evaluations:
         """An evaluation holds a version in the sampler."""
         return self._pinned is not None
 
+    @property
+    def best(self) -> int | None:
+        """The version to keep on disk by `evaluation.keep_best`; None if there is no result yet, or it is not asked for."""
+        best = store.best_evaluation(self._rows.values()) if self._config.evaluation.keep_best else None
+        return None if best is None else best.version
+
+    def restore(self, rows: Iterable[store.EvaluationRow]) -> None:
+        """Take up the results that the store has of this run."""
+        for row in rows:
+            self._rows[row.version], self.accuracy[row.version] = row, row.accuracy
+
     def pending(self, newest: int) -> list[int]:
         """Due versions up to `newest` that have no result, oldest first."""
-        steps, every = self._config.algorithm.steps, self._config.evaluation.every
-        due = {0, steps, *(range(every, steps, every) if every else ())} if self._held_out else set()
-        return sorted(version for version in due if version <= newest and version not in self.accuracy)
+        config, every = self._config, self._config.evaluation.every
+        steps = config.num_steps
+        due = {0, config.num_supervised_steps, steps, *(range(every, steps, every) if every else ())} if self._held_out else set()
+        return sorted(version for version in due if version <= newest and version not in self._rows)
 
     async def begin(self, version: int) -> None:
         """Evaluate the newest published version beside what follows, if it is pending; waits for the evaluation before it.
@@ -75,12 +89,12 @@ class Evaluations:
             self._stages.soon_on_device(lambda: self._stages.sampler.unpin(self._config.name, version))
 
     async def _evaluate(self, version: int) -> None:
-        run_id, stages = self._config.name, self._stages
+        run_id, stages, how = self._config.name, self._stages, self._config.evaluation
         try:
-            result = await stages.pool.evaluate(self._rules, self._held_out, version=version)
-            row = store.EvaluationRow(version, result.accuracy, result.mean_reward, len(self._held_out), result.num_failed)
+            result = await stages.pool.evaluate(self._rules, self._held_out, version=version, samples=how.samples, temperature=how.temperature)
+            row = store.EvaluationRow(version, result.accuracy, result.mean_reward, len(self._held_out), result.num_failed, result.pass_at)
             now_s = stages.clock.wall()
             await stages.buffer.transaction(lambda connection: store.add_evaluation(connection, run_id, row, now_s))
-            self.accuracy[version] = result.accuracy
+            self.restore((row,))
         finally:
             self.release()

@@ -1,12 +1,14 @@
 """The state folder of a server: what lies in it, the lock that gives it to one process at a time, and how runs in it are forgotten."""
 
 import fcntl
+import os
 import shutil
 import sqlite3
 from collections.abc import Collection, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 
+from noria.config import ServerConfig
 from noria.errors import StateConflictError
 
 DATABASE = "noria.sqlite"
@@ -20,6 +22,9 @@ LOG = "noria.log"
 
 REPORTS = ("report.html", "curves.png", "timeline.json")
 """What a session leaves for people (report/page.py)."""
+
+SERVER = "server.json"
+"""The configuration of the newest server on the folder: with it a recorded step can be taken again in the same shapes."""
 
 LOCK = "lock"
 """An empty file whose lock the serving process holds. It is never removed: a lock on a removed file would exclude nobody."""
@@ -40,6 +45,21 @@ def exclusive(folder: Path) -> Iterator[None]:
         yield
 
 
+def record_server(folder: Path, config: ServerConfig) -> None:
+    """Leave the configuration of the server that now uses the folder, instead of its predecessor's."""
+    aside = folder / f"{SERVER}.part"
+    aside.write_text(config.model_dump_json(indent=1), encoding="utf-8")
+    os.replace(aside, folder / SERVER)
+
+
+def recorded_server(folder: Path) -> ServerConfig | None:
+    """The configuration of the newest server on the folder; None if none left one, or one of another version of noria did."""
+    try:
+        return ServerConfig.model_validate_json((folder / SERVER).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+
+
 def clear(folder: Path, run_ids: Collection[str]) -> None:
     """Forget these runs, so that they can start anew: remove the database, logs, reports and their adapters, and nothing else.
 
@@ -56,7 +76,7 @@ def clear(folder: Path, run_ids: Collection[str]) -> None:
             raise StateConflictError(f"{folder} holds other runs too ({', '.join(others)}) and is not cleared; choose another --state-dir")
         for run_id in run_ids:
             shutil.rmtree(folder / ADAPTERS / run_id, ignore_errors=True)
-        for name in (f"{DATABASE}-wal", f"{DATABASE}-shm", f"{DATABASE}-journal", LOG, *REPORTS, DATABASE):
+        for name in (f"{DATABASE}-wal", f"{DATABASE}-shm", f"{DATABASE}-journal", LOG, SERVER, *REPORTS, DATABASE):
             (folder / name).unlink(missing_ok=True)
 
 

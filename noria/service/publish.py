@@ -85,7 +85,7 @@ class Publisher:
 
     async def _move(self, record: AdapterVersion, adapter: HostAdapter, lora: LoraSpec, timeout_s: float) -> None:
         def move() -> int:
-            self._sampler.publish(record.run_id, record.version, adapter, lora.alpha / lora.rank)
+            self._sampler.publish(record.run_id, record.version, adapter, lora.scale)
             return self._sampler.checksum(record.run_id, record.version)
 
         give_up_s = self._clock.now() + timeout_s

@@ -52,7 +52,10 @@ class Stages:
 @final
 @dataclass(slots=True)
 class TenantWeights:
-    """Each tenant's fair-share weight in the sampler: the sum of the weights of its active runs. Touched by the event loop only."""
+    """What the sampler must know of the active runs: each tenant's fair-share weight, which is the sum over its runs, and which are deterministic.
+
+    Touched by the event loop only.
+    """
 
     sampler: SamplerEngine
     device: SharedDevice
@@ -62,6 +65,7 @@ class TenantWeights:
         """A run becomes active; what it samples from now on is served by the new weight. Raises StageStoppedError."""
         self._active[config.name] = config
         self._set(config.tenant)
+        self._set_deterministic(config, is_deterministic=config.deterministic)
 
     def leave(self, run_id: str) -> None:
         """A run has ended. Idempotent."""
@@ -69,8 +73,13 @@ class TenantWeights:
         if config is not None:
             with suppress(StageStoppedError):
                 self._set(config.tenant)
+                self._set_deterministic(config, is_deterministic=False)
 
     def _set(self, tenant: str) -> None:
         weight = sum(config.weight for config in self._active.values() if config.tenant == tenant)
         if weight:
             self.device.call(lambda: self.sampler.set_weight(tenant, weight))
+
+    def _set_deterministic(self, config: RunConfig, *, is_deterministic: bool) -> None:
+        if config.deterministic:
+            self.device.call(lambda: self.sampler.set_deterministic(config.name, is_deterministic=is_deterministic))

@@ -1,14 +1,17 @@
 """What outlives the process, beside the buffer: runs, their committed versions with metrics, and evaluations. SQLAlchemy Core, no logic.
 
+`create_tables` is the one place that knows of databases of older releases: columns that came later are nullable, and are added when a file is opened.
+
 Functions take the connection of a transaction that somebody else owns, so that a step's commit (version, settled groups) is one transaction.
 """
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
-from sqlalchemy import BigInteger, Column, Connection, Float, Integer, Row, String, Table, func, insert, select, update
+from sqlalchemy import BigInteger, Column, Connection, Engine, Float, Integer, Row, String, Table, func, insert, inspect, select, update
+from sqlalchemy.schema import CreateColumn
 
 from noria.buffer.tables import GROUPS, METADATA
 from noria.config import RunConfig
@@ -50,6 +53,7 @@ EVALUATIONS = Table(
     Column("num_tasks", Integer, nullable=False),
     Column("num_failed", Integer, nullable=False),
     Column("evaluated_at_s", Float, nullable=False, doc="Unix seconds"),
+    Column("pass_at", String, doc="JSON object: pass@k by k; null in rows of older releases"),
 )
 
 
@@ -74,13 +78,31 @@ class VersionRow:
 
 @dataclass(frozen=True, slots=True)
 class EvaluationRow:
-    """One held-out evaluation. accuracy: fraction of the tasks that did not fail with full reward."""
+    """One held-out evaluation; numbers as in `actors.evaluation.EvaluationResult`. pass_at: empty in rows of older releases."""
 
     version: int
     accuracy: float
     mean_reward: float
     num_tasks: int
     num_failed: int
+    pass_at: Mapping[int, float] = field(default_factory=dict)
+
+
+def best_evaluation(rows: Iterable[EvaluationRow]) -> EvaluationRow | None:
+    """The most accurate; of equals the one with the larger mean reward, then the oldest version. None of none."""
+    return max(rows, key=lambda row: (row.accuracy, row.mean_reward, -row.version), default=None)
+
+
+def create_tables(database: Engine) -> None:
+    """Make the tables that are missing, and add the columns that a database of an older release lacks; what is there stays as it is."""
+    quote = database.dialect.identifier_preparer.quote
+    with database.begin() as connection:
+        METADATA.create_all(connection)
+        for table in METADATA.sorted_tables:
+            known = {column["name"] for column in inspect(connection).get_columns(table.name)}
+            for column in (column for column in table.columns if column.name not in known):
+                assert column.nullable, f"{table.name}.{column.name} came later: old rows have no value for it"
+                connection.exec_driver_sql(f"ALTER TABLE {quote(table.name)} ADD COLUMN {CreateColumn(column).compile(database)}")
 
 
 def create_run(connection: Connection, config: RunConfig, now_s: float) -> None:
@@ -145,6 +167,7 @@ def add_evaluation(connection: Connection, run_id: str, row: EvaluationRow, now_
             num_tasks=row.num_tasks,
             num_failed=row.num_failed,
             evaluated_at_s=now_s,
+            pass_at=json.dumps(dict(row.pass_at)),
         )
     )
 
@@ -152,7 +175,12 @@ def add_evaluation(connection: Connection, run_id: str, row: EvaluationRow, now_
 def evaluations(connection: Connection, run_id: str) -> list[EvaluationRow]:
     """All evaluations of the run, oldest version first."""
     rows = connection.execute(select(EVALUATIONS).where(EVALUATIONS.c.run_id == run_id).order_by(EVALUATIONS.c.version))
-    return [EvaluationRow(r.version, r.accuracy, r.mean_reward, r.num_tasks, r.num_failed) for r in rows]
+    return [_evaluation_row(row) for row in rows]
+
+
+def _evaluation_row(row: Row[Any]) -> EvaluationRow:
+    pass_at = {int(k): chance for k, chance in json.loads(row.pass_at or "{}").items()}
+    return EvaluationRow(row.version, row.accuracy, row.mean_reward, row.num_tasks, row.num_failed, pass_at)
 
 
 def tokens_sampled(connection: Connection, run_id: str) -> int:

@@ -1,0 +1,81 @@
+"""The supervised phase: a run's first versions, made by cross-entropy on examples, on the same learner and with the same moments. Pure functions.
+
+Version v of the phase, 1 <= v <= num_supervised_steps, is made of a batch that depends on the run's seed, v and the file only, so that a restart and
+a replay need nothing that was not committed.
+"""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from noria.config import RunConfig
+from noria.errors import DatasetError
+from noria.learner.learner import StepResult
+from noria.observe import log_event
+from noria.protocols import Tokenizer
+from noria.rl.packing import MicrobatchShape, cut
+from noria.rl.supervised import batch_indices, example_tree
+from noria.text.chat import ChatFormat
+from noria.text.examples import Example, read_examples
+from noria.types import LossSpec, Piece
+
+log = logging.getLogger(__name__)
+
+SUPERVISED_LOSS: Final = LossSpec(kind="cross_entropy")
+
+
+@dataclass(frozen=True, slots=True)
+class SupervisedBatch:
+    """Examples, ready to train. epoch: of the first of them, from 0. num_positions_unshared: of the same examples laid out one by one."""
+
+    pieces: tuple[Piece, ...]
+    num_examples: int
+    epoch: int
+    num_positions_unshared: int
+
+
+def load_examples(config: RunConfig, tokenizer: Tokenizer, chat: ChatFormat | None, *, folder: Path, shape: MicrobatchShape) -> tuple[Example, ...]:
+    """The examples of the run's supervised phase, none if it has no such phase. folder: where the run file's relative paths start.
+
+    Raises DatasetError: see `text.examples.read_examples`.
+    """
+    if config.supervised is None:
+        return ()
+    path = folder / config.supervised.file
+    read = read_examples(path, tokenizer, chat, max_positions=shape.num_positions, too_long=config.supervised.too_long)
+    counts = {"examples": len(read.examples), "skipped": read.num_skipped, "truncated": read.num_truncated}
+    level = logging.WARNING if read.num_skipped or read.num_truncated else logging.INFO
+    log_event(log, level, "examples read", run_id=config.name, file=str(path), **counts)
+    return read.examples
+
+
+def prepare_examples(examples: Sequence[Example], config: RunConfig, version: int, shape: MicrobatchShape) -> SupervisedBatch:
+    """The batch that makes `version` of the run, as the learner takes it (with SUPERVISED_LOSS and `config.supervised_optimizer`).
+
+    examples: all of the file. version: 1 to config.num_supervised_steps. Raises TreeTooLargeError: examples read for a larger `shape`.
+    """
+    assert config.supervised is not None
+    assert 1 <= version <= config.supervised.steps
+    if not examples:
+        raise DatasetError(f"run {config.name} has no examples to make version {version} of")
+    size, step = config.supervised.examples_per_batch, version - 1
+    chosen = [examples[i] for i in batch_indices(step, num_examples=len(examples), batch_size=size, seed=config.seed)]
+    tree = example_tree(chosen, config.algorithm.denominator)
+    unshared = sum(int(example.is_trained_T.nonzero()[0][-1]) for example in chosen)
+    return SupervisedBatch(cut(tree, shape), len(chosen), step * size // len(examples), unshared)
+
+
+def supervised_metrics(batch: SupervisedBatch, result: StepResult) -> dict[str, float]:
+    """What is stored with the version that a step of the phase made: plain numbers."""
+    return {
+        **result.metrics,
+        "grad_norm": result.grad_norm,
+        "learning_rate": result.learning_rate,
+        "num_examples": batch.num_examples,
+        "epoch": batch.epoch,
+        "num_positions": result.num_positions,
+        "num_positions_unshared": batch.num_positions_unshared,
+        "device_s": result.device_s,
+    }

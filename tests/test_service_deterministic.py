@@ -1,0 +1,148 @@
+"""`deterministic = true`: the same file and seed give the same curve and the same final bytes, alone, beside busy others, and across kills.
+
+What varies is everything that may: how long the environment takes (random, from the clock), who else is there, and when the process dies. The run has
+more episodes than half of the lanes, and turns that build on what was sampled: so decode widths and cached pages differ between the times.
+"""
+
+import os
+import random
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from contextlib import closing
+
+import pytest
+
+from noria.buffer.database import open_database
+from noria.service import store
+
+RUN = """
+name = "{name}"
+tenant = "{name}"
+base = "tiny"
+seed = 3
+deterministic = {deterministic}
+
+[environment]
+name = "talk.py:Talk"
+
+[algorithm]
+steps = {steps}
+group_size = 6
+groups_per_batch = 7
+max_staleness = {staleness}
+truncated = "keep"
+zero_signal = "{zero_signal}"
+
+[adapter]
+rank = 4
+learning_rate = 1e-2
+
+[actors]
+max_turns = 3
+
+[sampling]
+max_tokens = 6
+
+[evaluation]
+num_tasks = 5
+every = 2
+samples = 2
+temperature = 1.0
+"""
+
+ENVIRONMENT = '''
+import asyncio
+import random
+from noria.protocols import Step
+
+class Talk:
+    """Three turns, each rewarded for low bytes, after pauses whose length nobody knows."""
+
+    num_tasks, num_held_out = 40, 8
+
+    async def reset(self, task):
+        await asyncio.sleep(random.SystemRandom().uniform(0, 0.05))
+        self.turns = 0
+        letters = random.Random(f"{task.index} {task.seed}")
+        return "".join(letters.choice("abcdefgh") for _ in range(letters.randrange(5, 60)))
+
+    async def step(self, action):
+        await asyncio.sleep(random.SystemRandom().uniform(0, 0.05))
+        self.turns += 1
+        sent = action.encode()
+        return Step(float(sum(byte < 100 for byte in sent) > len(sent) // 3), self.turns == 3, " and? ")
+'''
+
+STEPS = 4
+TIMEOUT_S = 300
+"""For each process to get where it should; one takes about 20 s on two idle cores."""
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    """Compiled programs of all processes of this file."""
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("zero_signal", ["skip", "resample"])
+def test_a_deterministic_run_has_one_curve_and_one_end_alone_beside_others_and_after_kills(tmp_path, cache, zero_signal):
+    (tmp_path / "talk.py").write_text(ENVIRONMENT)
+    for name, steps in (("mine", STEPS), ("one", 10_000), ("two", 10_000), ("three", 10_000)):
+        is_mine = name == "mine"
+        text = RUN.format(name=name, steps=steps, deterministic=str(is_mine).lower(), staleness=int(not is_mine), zero_signal=zero_signal)
+        (tmp_path / f"{name}.toml").write_text(text)
+    alone = outcome_of(tmp_path, cache, "alone", ["mine"])
+    assert [row.version for row in alone["evaluations"]] == [0, 2, 4]
+    assert len({tuple(sorted(step.items())) for step in alone["steps"]}) == STEPS
+    assert outcome_of(tmp_path, cache, "beside", ["mine", "one", "two", "three"]) == alone
+    assert outcome_of(tmp_path, cache, "killed", ["mine", "one"], num_kills=3) == alone
+
+
+def outcome_of(folder, cache, name, runs, *, num_kills=0):
+    """Train the run files until "mine" has finished, dying on the way `num_kills` times; what became of "mine"."""
+    state_dir, rng = folder / name, random.Random(name)
+    command = [sys.executable, "-m", "noria.cli", "train", *(str(folder / f"{run}.toml") for run in runs)]
+    command += ["--state-dir", str(state_dir), "--json", "--resume"]
+    environment = os.environ | {"NORIA_CACHE_DIR": str(cache)}
+    for number in range(num_kills + 1):
+        process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+        wanted = (STEPS, True) if number == num_kills else (progress(state_dir)[0] + rng.randrange(1, 3), False)
+        limit = time.monotonic() + TIMEOUT_S
+        while progress(state_dir) < wanted and process.poll() is None and time.monotonic() < limit:
+            time.sleep(0.1)
+        time.sleep(rng.uniform(0.0, 0.5))
+        process.send_signal(signal.SIGKILL)
+        error = process.communicate()[1].decode()[-2000:]
+        assert progress(state_dir) >= wanted, error
+        assert process.returncode in (0, -signal.SIGKILL), error
+    return outcome(state_dir)
+
+
+def progress(state_dir):
+    """(newest version, has it finished) of the run; (-1, False) before it has any."""
+    try:
+        with closing(sqlite3.connect(f"file:{state_dir / 'noria.sqlite'}?mode=ro", uri=True)) as database:
+            (newest,) = database.execute("SELECT max(version) FROM versions WHERE run_id = 'mine'").fetchone()
+            found = database.execute("SELECT status FROM runs WHERE run_id = 'mine'").fetchone()
+    except sqlite3.OperationalError:
+        return (-1, False)
+    return (-1 if newest is None else newest, found == (store.FINISHED,))
+
+
+def outcome(state_dir):
+    """All that must be equal: of each version its checksums and metrics (but how long it took), the evaluations, the final files."""
+    database = open_database(state_dir / "noria.sqlite")
+    with database.begin() as connection:
+        rows, evaluations = store.versions(connection, "mine"), store.evaluations(connection, "mine")
+    database.dispose()
+    last = state_dir / "adapters" / "mine" / str(rows[-1].record.version)
+    return {
+        "checksums": [(row.record.checksum, row.record.moments_checksum) for row in rows],
+        "steps": [{name: value for name, value in row.metrics.items() if not name.endswith("_s")} for row in rows[1:]],
+        "evaluations": evaluations,
+        "files": {path.name: path.read_bytes() for path in sorted(last.iterdir())},
+    }
