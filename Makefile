@@ -17,7 +17,7 @@ OLDEST := .venv-oldest/.dev
 REF := .venv-ref/.ref
 PYTEST := -m pytest
 
-.PHONY: help demo train test check prove bench test-oldest clean .venv .venv-ref .venv-oldest
+.PHONY: help demo train doctor test check prove bench test-oldest clean .venv .venv-ref .venv-oldest
 
 help:  ## list the targets
 	@grep -hE '^[a-z.-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -40,6 +40,9 @@ check: $(DEV)  ## what CI checks beside tests: lint, format, types, layers, limi
 
 prove: $(DEV) $(REF)  ## measurements of what noria claims: learning, speed, memory (long)
 	.venv/bin/python $(PYTEST) -m prove -s
+
+doctor: $(RUNTIME)  ## look at this machine: versions, devices, memory, disk, clock, packages
+	@.venv/bin/noria doctor
 
 bench: $(RUNTIME)  ## reproducible speed measurements
 	.venv/bin/noria bench step

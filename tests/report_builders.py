@@ -9,7 +9,7 @@ from noria.observe import Span
 from noria.report.live import Snapshot
 from noria.report.summary import SessionReport
 from noria.service.build import RunReport
-from noria.service.runs import RunProgress
+from noria.service.progress import RunProgress
 
 
 def run_config(
@@ -32,7 +32,16 @@ def progress(config: RunConfig, *, num_steps: int | None = None, seed: int = 0) 
     rewards = [min(1.0, max(0.0, 0.25 + 0.65 * (1 - math.exp(-3 * i / steps)) + rng.gauss(0, 0.06))) for i in range(done)]
     evaluations = {0: 0.28125} | ({steps: 0.84375} if done == steps else {})
     status = "finished" if done == steps else "running"
-    return RunProgress(done, status, "", evaluations, rewards, 480 * done, min(1, done), min(1, done), 4)
+    return RunProgress(
+        version=done,
+        status=status,
+        evaluations=evaluations,
+        rewards=rewards,
+        tokens_trained=480 * done,
+        staleness=min(1, done),
+        max_staleness_seen=min(1, done),
+        num_outstanding=4,
+    )
 
 
 def run_report(config: RunConfig | None = None, *, state: RunProgress | None = None, dropped: dict[str, int] | None = None) -> RunReport:

@@ -8,6 +8,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+import typer
 from typer.testing import CliRunner, Result
 
 from noria import cli
@@ -35,11 +36,32 @@ def in_process(*arguments: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize(
-    "arguments", [["--help"], ["demo", "--help"], ["train", "--help"], ["runs", "--help"], ["runs", "show", "--help"], ["version"]]
-)
+def commands(tree: typer.Typer = cli.app) -> list[list[str]]:
+    """Every command's words, those of nested commands too."""
+    own = [[command.name] for command in tree.registered_commands if command.name]
+    return own + [[group.name, *words] for group in tree.registered_groups if group.typer_instance for words in commands(group.typer_instance)]
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"], ["runs", "--help"], ["runs", "export", "--help"], ["version"]])
 def test_help_and_version_load_nothing_heavy(arguments: list[str]) -> None:
     assert in_process(*arguments).endswith("loaded: []\n")
+
+
+def test_the_commands_are_those_of_the_design() -> None:
+    named = {" ".join(words) for words in commands()}
+    assert named == {
+        *("demo", "train", "check", "doctor", "bench", "version", "debug step"),
+        *(f"runs {name}" for name in ("list", "show", "compare", "export", "episodes")),
+    }
+
+
+@pytest.mark.parametrize("words", commands(), ids=" ".join)
+def test_every_command_has_help_with_an_example_of_itself(words: list[str]) -> None:
+    result = call(*words, "--help")
+    assert result.exit_code == 0
+    text = " ".join(result.output.split())
+    assert f"noria {' '.join(words)}" in text.partition("Examples:")[2]
+    assert "Exit codes" in text
 
 
 @pytest.mark.parametrize(
@@ -57,7 +79,18 @@ def test_help_shows_examples_and_exit_codes(arguments: list[str], words: list[st
     assert all(word in " ".join(result.output.split()) for word in words), result.output
 
 
-@pytest.mark.parametrize("arguments", [["train"], ["demo", "--steps", "0"], ["demo", "--install-s", "-1"], ["demo", "--fast"], ["nothing"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["train"],
+        ["demo", "--steps", "0"],
+        ["demo", "--install-s", "-1"],
+        ["demo", "--fast"],
+        ["nothing"],
+        ["runs", "export", "a"],
+        ["debug", "step", "a"],
+    ],
+)
 def test_bad_usage_exits_with_2(arguments: list[str]) -> None:
     assert call(*arguments).exit_code == 2
 
@@ -69,7 +102,7 @@ RUN = 'name = "a"\n[environment]\nname = "addition"\n[algorithm]\nsteps = 3\n'
     ("text", "words"),
     [
         (RUN + "[adapter]\nlearning_rte = 1e-3\n", "unknown key 'adapter.learning_rte'; did you mean 'learning_rate'?"),
-        (RUN.replace("steps = 3", "steps = 0"), "algorithm.steps"),
+        (RUN.replace("steps = 3", "steps = -1"), "algorithm.steps"),
         (RUN + "[adapter\n", "is not valid TOML"),
         (RUN + "[learner]\nmax_rank = 4\n", "unknown key 'learner'"),
     ],
@@ -108,7 +141,7 @@ def with_runs(folder: Path, *names: str) -> Path:
 
 
 def test_a_demo_forgets_its_previous_runs_and_keeps_everything_else(tmp_path: Path) -> None:
-    folder = with_runs(state_folder(tmp_path / "demo", "lock", "report.html", "noria.log", "thesis.tex"), "largest", "doubling")
+    folder = with_runs(state_folder(tmp_path / "demo", "lock", "report.html", "noria.log", "server.json", "thesis.tex"), "largest", "doubling")
     (folder / "adapters" / "mine").mkdir()
     state_folders.clear(folder, ["largest", "doubling", "first_letter"])
     assert sorted(path.name for path in folder.iterdir()) == ["adapters", "lock", "thesis.tex"]

@@ -94,7 +94,7 @@ def test_every_dependency_is_pinned() -> None:
     groups = project["dependency-groups"]
     for needed, file in ((project["project"]["dependencies"] + groups["dev"], "constraints.txt"), (groups["ref"], "constraints-ref.txt")):
         pinned = {line.split("==")[0] for line in (ROOT / file).read_text().splitlines() if "==" in line}
-        assert {name.split(">")[0].split("=")[0] for name in needed} <= pinned
+        assert {name.split(">")[0].split("=")[0].replace("_", "-") for name in needed} <= pinned
 
 
 def test_this_interpreter_is_supported() -> None:

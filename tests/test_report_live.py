@@ -7,8 +7,9 @@ import pytest
 from report_builders import progress, run_config, snapshot, three_runs
 from rich.console import Console
 
+from noria.config import SupervisedConfig
 from noria.report.live import Lines, LiveTable, Snapshot, render
-from noria.service.runs import RunProgress
+from noria.service.progress import RunProgress
 
 
 def draw(shown: Snapshot, width: int) -> list[str]:
@@ -120,3 +121,17 @@ def test_lines_keep_up_with_a_run_whose_progress_changes_in_place() -> None:
     lines.show(snapshot(runs=[(config, state)]))
     lines.show(replace(snapshot(runs=[(config, state)]), elapsed_s=99.0))
     assert stream.getvalue().count("held-out") == 1
+
+
+def test_a_supervised_phase_counts_its_steps_and_shows_its_loss() -> None:
+    base = run_config(steps=2)
+    config = base.model_copy(update={"supervised": SupervisedConfig(file="chats.jsonl", steps=2)})
+    state = RunProgress(version=3, rewards=[0.25], supervised_losses=[3.5, 2.25], evaluations={0: 0.1, 4: 0.9})
+    stream = io.StringIO()
+    Lines(stream).show(snapshot(runs=[(config, state)]))
+    written = stream.getvalue()
+    assert "step 1/4  supervised, 3.50 nats a token" in written
+    assert "step 2/4  supervised, 2.25 nats a token" in written
+    assert "step 3/4  reward 0.25" in written
+    (line,) = [line for line in draw(snapshot(runs=[(config, state)]), 140) if "3/4" in line]
+    assert "0.10 → 0.90" in line

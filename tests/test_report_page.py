@@ -7,11 +7,12 @@ from xml.etree import ElementTree
 import pytest
 from report_builders import progress, run_config, run_report, session
 
+from noria.config import SupervisedConfig
 from noria.observe import Span
-from noria.report.curves import DARK, LIGHT, Theme, draw_curves, draw_timeline
+from noria.report.curves import DARK, LIGHT, Theme, draw_curves, draw_timeline, runs_figure
 from noria.report.page import write_report
 from noria.report.summary import SessionReport, summarize
-from noria.service.runs import RunProgress
+from noria.service.progress import RunProgress
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -87,3 +88,12 @@ def test_a_timeline_shows_stages_that_worked_and_cuts_spans_at_its_window() -> N
     assert draw_timeline(session(spans=beyond), 10.0).startswith(PNG)
     assert draw_timeline(session(spans=()), 10.0).startswith(PNG)
     assert draw_timeline(session(), 10.0) != draw_timeline(session(spans=()), 10.0)
+
+
+def test_rewards_stand_after_a_supervised_phase() -> None:
+    config = run_config(steps=3).model_copy(update={"supervised": SupervisedConfig(file="chats.jsonl", steps=4)})
+    state = RunProgress(version=7, rewards=[0.1, 0.2, 0.3], supervised_losses=[4.0, 3.0, 2.0, 1.0])
+    figure = runs_figure([run_report(config, state=state)])
+    rewards = figure.axes[0].get_lines()[0]
+    assert list(rewards.get_xdata()) == [5, 6, 7]
+    assert list(rewards.get_ydata()) == [0.1, 0.2, 0.3]

@@ -9,7 +9,7 @@ from report_builders import progress, run_config, run_report, session
 
 from noria.report.numbers import SPARKS, mean_reward, sparkline, task_name
 from noria.report.summary import summarize
-from noria.service.runs import RunProgress
+from noria.service.progress import RunProgress
 
 KEYS = {"runs", "sampler_busy", "learner_busy", "install_s", "wall_s"}
 RUN_KEYS = {
@@ -39,7 +39,15 @@ def test_the_summary_has_exactly_the_documented_keys() -> None:
 
 def test_a_runs_numbers_are_those_of_its_report() -> None:
     config = run_config(steps=7, max_staleness=2)
-    state = RunProgress(7, "finished", "", {0: 0.25, 3: 0.4, 7: 0.75}, [0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6], 900, 1, 2, 0)
+    state = RunProgress(
+        version=7,
+        status="finished",
+        evaluations={0: 0.25, 3: 0.4, 7: 0.75},
+        rewards=[0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6],
+        tokens_trained=900,
+        staleness=1,
+        max_staleness_seen=2,
+    )
     (run,) = summarize(session([run_report(config, state=state, dropped={"stale": 2, "failed": 5})]), install_s=0.0, wall_s=1.0)["runs"]
     assert (run["eval_before"], run["eval_after"]) == (0.25, 0.75)
     assert run["reward_first5"] == pytest.approx(0.2)

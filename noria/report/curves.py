@@ -17,10 +17,11 @@ from matplotlib.patheffects import withStroke
 from matplotlib.ticker import MaxNLocator
 
 from noria.observe import Span
-from noria.report.numbers import task_name
+from noria.report.numbers import moving_mean, task_name
+from noria.report.stored import StoredRun
 from noria.report.summary import SessionReport
 from noria.service.build import RunReport
-from noria.service.runs import REWARD_WINDOW
+from noria.service.progress import REWARD_WINDOW
 
 DPI = 150
 MAX_COLUMNS = 3
@@ -65,14 +66,19 @@ STAGE_LABELS: Mapping[str, str] = {"sampler": "sampler", "learner": "learner", "
 
 
 def draw_curves(report: SessionReport, theme: Theme = LIGHT) -> bytes:
-    """A PNG with one panel per run: rewards by step, their mean over five steps, held-out accuracy, and the staleness of each step below."""
-    num_columns = min(MAX_COLUMNS, max(1, len(report.runs)))
-    num_rows = max(1, math.ceil(len(report.runs) / num_columns))
+    """A PNG of `runs_figure`."""
+    return _png(runs_figure(report.runs, theme))
+
+
+def runs_figure(runs: Sequence[RunReport], theme: Theme = LIGHT) -> Figure:
+    """One panel per run: rewards by step, their mean over five steps, held-out accuracy, and the staleness of each step below."""
+    num_columns = min(MAX_COLUMNS, max(1, len(runs)))
+    num_rows = max(1, math.ceil(len(runs) / num_columns))
     with rc_context(_style(theme)):
         figure = Figure(figsize=(max(6.0, 0.6 + 3.9 * num_columns), 0.5 + 3.3 * num_rows), layout="constrained")
         grid = figure.add_gridspec(2 * num_rows, num_columns, height_ratios=[4.2, 1] * num_rows)
-        low, high = _reward_range(report.runs)
-        for index, run in enumerate(report.runs):
+        low, high = _reward_range(runs)
+        for index, run in enumerate(runs):
             row, column = divmod(index, num_columns)
             above = figure.add_subplot(grid[2 * row, column])
             below = figure.add_subplot(grid[2 * row + 1, column], sharex=above)
@@ -82,9 +88,29 @@ def draw_curves(report: SessionReport, theme: Theme = LIGHT) -> bytes:
             if column == 0:
                 above.set_ylabel("reward, accuracy")
                 below.set_ylabel("staleness")
-        if report.runs:
+        if runs:
             handles, labels = figure.axes[0].get_legend_handles_labels()
             figure.legend(handles, labels, loc="outside upper center", ncols=len(labels), frameon=False)
+        FigureCanvasAgg(figure)
+        return figure
+
+
+def draw_comparison(runs: Sequence[StoredRun], theme: Theme = LIGHT) -> bytes:
+    """A PNG with all runs in one panel, a colour each: rewards, their mean over five steps, and diamonds for held-out accuracy."""
+    with rc_context(_style(theme)):
+        figure = Figure(figsize=(8.0, 4.5), layout="constrained")
+        axes = figure.add_subplot()
+        for index, run in enumerate(runs):
+            color, first = theme.kinds[index % len(theme.kinds)], 1 + run.row.config.num_supervised_steps
+            steps = range(first, first + len(run.rewards))
+            axes.plot(steps, run.rewards, color=color, alpha=0.25, linewidth=1)
+            axes.plot(steps, moving_mean(run.rewards, REWARD_WINDOW), color=color, linewidth=2, label=run.row.run_id)
+            accuracies = [e.accuracy for e in run.evaluations]
+            axes.plot([e.version for e in run.evaluations], accuracies, color=color, linestyle=":", linewidth=1, marker="D", markersize=5)
+        axes.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True))
+        axes.set_xlabel("version")
+        axes.set_ylabel("reward; diamonds: held-out accuracy")
+        axes.legend(frameon=False)
         return _png(figure)
 
 
@@ -115,9 +141,10 @@ def draw_timeline(report: SessionReport, length_s: float, theme: Theme = LIGHT) 
 
 def _draw_rewards(axes: Any, run: RunReport, theme: Theme) -> None:
     config, rewards = run.config, run.progress.rewards
-    steps = range(1, len(rewards) + 1)
+    first = 1 + config.num_supervised_steps
+    steps = range(first, first + len(rewards))
     axes.plot(steps, rewards, color=theme.reward, alpha=0.35, linewidth=1, marker=".", markersize=3.5, label="reward of a step")
-    means = [sum(window) / len(window) for i in steps if (window := rewards[max(0, i - REWARD_WINDOW) : i])]
+    means = moving_mean(rewards, REWARD_WINDOW)
     axes.plot(steps, means, color=theme.reward, linewidth=2, label=f"mean of {REWARD_WINDOW} steps")
     points = sorted(run.progress.evaluations.items())
     line = ":" if len(points) > 2 else "none"
@@ -136,7 +163,7 @@ def _draw_rewards(axes: Any, run: RunReport, theme: Theme) -> None:
             fontweight="bold",
             path_effects=[withStroke(linewidth=3, foreground=theme.page)],
         )
-    axes.set_xlim(-0.04 * config.algorithm.steps, 1.04 * config.algorithm.steps)
+    axes.set_xlim(-0.04 * config.num_steps, 1.04 * max(1, config.num_steps))
     axes.tick_params(labelbottom=False)
     axes.set_title(config.name if config.name == task_name(config) else f"{config.name} ({task_name(config)})", loc="left", fontweight="bold")
     axes.set_title(f"{config.tenant} · rank {config.adapter.rank} · lr {config.adapter.learning_rate:g}", loc="right", fontsize=8, color=theme.faint)

@@ -14,9 +14,9 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from noria.config import RunConfig
-from noria.report.numbers import mean_reward, sparkline, task_name
+from noria.report.numbers import mean_reward, reward_at, sparkline, task_name
 from noria.service import store
-from noria.service.runs import REWARD_WINDOW, RunProgress
+from noria.service.progress import REWARD_WINDOW, RunProgress
 
 WIDE = 110
 """From so many columns on there is room for the run's name beside its task, and for longer curves."""
@@ -88,7 +88,7 @@ class Lines:
         for evaluated in sorted(progress.evaluations.keys() - evaluations.keys()):
             self._write(snapshot, f"{config.name}  held-out accuracy at version {evaluated}: {progress.evaluations[evaluated]:.3f}")
         for step in range(version + 1, progress.version + 1):
-            self._write(snapshot, f"{config.name}  step {step}/{config.algorithm.steps}  reward {_number(progress.rewards[step - 1])}")
+            self._write(snapshot, _step_line(config, progress, step))
         if progress.status != status:
             self._write(snapshot, f"{config.name}  {progress.status}" + (f": {progress.message}" if progress.message else ""))
         self._shown[config.name] = (progress.status, progress.version, dict(progress.evaluations))
@@ -96,6 +96,14 @@ class Lines:
     def _write(self, snapshot: Snapshot, text: str) -> None:
         self._stream.write(f"[{_duration(snapshot.elapsed_s)}] {text}\n")
         self._stream.flush()
+
+
+def _step_line(config: RunConfig, progress: RunProgress, version: int) -> str:
+    if version <= config.num_supervised_steps:
+        number = f"supervised, {_number(progress.supervised_losses[version - 1])} nats a token"
+    else:
+        number = f"reward {_number(reward_at(config, progress.rewards, version))}"
+    return f"{config.name}  step {version}/{config.num_steps}  {number}"
 
 
 def render(snapshot: Snapshot, width: int) -> RenderableType:
@@ -138,7 +146,7 @@ def _shrink(widths: list[int], room: int) -> list[int]:
 
 def _step(config: RunConfig, progress: RunProgress) -> Text:
     style = {store.FAILED: "red", store.FINISHED: "green"}.get(progress.status, "")
-    return Text(f"{progress.version}/{config.algorithm.steps}", style=style)
+    return Text(f"{progress.version}/{config.num_steps}", style=style)
 
 
 def _reward(rewards: Sequence[float], width: int) -> Text:
@@ -149,7 +157,7 @@ def _reward(rewards: Sequence[float], width: int) -> Text:
 def _held_out(config: RunConfig, progress: RunProgress) -> Text:
     if not config.evaluation.num_tasks:
         return Text("off", style="dim")
-    before, after = progress.evaluations.get(0), progress.evaluations.get(config.algorithm.steps)
+    before, after = progress.evaluations.get(0), progress.evaluations.get(config.num_steps)
     text = Text(_number(before))
     text.append(" → ", style="dim")
     return text.append(_number(after), style="" if after is None else "bold green" if after > (before or 0.0) else "bold")

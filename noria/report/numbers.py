@@ -18,6 +18,17 @@ def task_name(config: RunConfig) -> str:
     return config.environment.name.rpartition(":")[2]
 
 
+def moving_mean(values: Sequence[float], width: int) -> list[float]:
+    """The mean of each value and up to `width` - 1 before it."""
+    return [sum(window) / len(window) for i in range(1, len(values) + 1) if (window := values[max(0, i - width) : i])]
+
+
+def reward_at(config: RunConfig, rewards: Sequence[float], version: int) -> float | None:
+    """The reward of the step that made `version`, of a run's rewards by step; None for version 0 and those of a supervised phase, which has none."""
+    index = version - 1 - config.num_supervised_steps
+    return rewards[index] if 0 <= index < len(rewards) else None
+
+
 def sparkline(values: Sequence[float], width: int) -> str:
     """At most `width` characters whose heights are the means of equal stretches of `values`, from min(0, lowest) to max(1, highest)."""
     num_bins = min(width, len(values))

@@ -1,7 +1,6 @@
 """`report.html`: one self-contained page about a finished session, readable in light and dark, without scripts and without the network."""
 
 import base64
-import os
 from collections.abc import Iterable, Mapping
 from html import escape
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Any
 
 from noria.observe import write_chrome_trace
 from noria.report.curves import DARK, draw_curves, draw_timeline
+from noria.report.files import write_aside
 from noria.report.numbers import task_name
 from noria.report.session import TIMELINE_S
 from noria.report.summary import SessionReport
@@ -44,7 +44,7 @@ details td { border: 0; padding: .05rem 1.5rem .05rem 0; font-family: ui-monospa
 """
 
 LEGEND = (
-    "Rewards are the mean raw rewards of each step's batch. Held-out tasks are never trained on, and are answered greedily. "
+    "Rewards are the mean raw rewards of each step's batch. Held-out tasks are never trained on. "
     "Staleness: optimizer steps between the oldest sampled token of a batch and its training; dashed, the run's bound."
 )
 
@@ -72,7 +72,7 @@ def write_report(report: SessionReport, summary: Mapping[str, Any], folder: Path
     page = render_page(report, summary, curves)
     html, png, timeline = REPORTS
     write_chrome_trace(folder / timeline, report.spans)
-    return _write(folder / html, page.encode()), _write(folder / png, curves), folder / timeline
+    return write_aside(folder / html, page.encode()), write_aside(folder / png, curves), folder / timeline
 
 
 def render_page(report: SessionReport, summary: Mapping[str, Any], curves: bytes) -> str:
@@ -133,7 +133,7 @@ def _cells(run: RunReport, numbers: Mapping[str, Any]) -> Iterable[str]:
         escape(task_name(config)),
         str(config.adapter.rank),
         f"{config.adapter.learning_rate:g}",
-        f"{numbers['version']}/{config.algorithm.steps}",
+        f"{numbers['version']}/{config.num_steps}",
         f'<span class="good">{accuracy}</span>' if is_better else accuracy,
         _number(numbers["reward_first5"]),
         _number(numbers["reward_last5"]),
@@ -184,11 +184,3 @@ def _data_url(png: bytes) -> str:
 
 def _number(value: float | None) -> str:
     return "–" if value is None else f"{value:.2f}"
-
-
-def _write(path: Path, content: bytes) -> Path:
-    """Write aside, then rename: a reader never sees half a file."""
-    aside = path.with_suffix(path.suffix + ".part")
-    aside.write_bytes(content)
-    os.replace(aside, path)
-    return path

@@ -4,12 +4,13 @@ Deliberately light: no jax, no database. A bad file is refused here, before anyt
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.resources import as_file, files
 from pathlib import Path
 
 from noria.config import RunConfig, ServerConfig, load_toml, parse
 from noria.errors import ConfigError
+from noria.protocols import EnvironmentFactory
 
 DEMO_RUNS = ("largest", "first_letter", "doubling")
 """The packaged run files of `noria demo`, in the order of its table."""
@@ -17,10 +18,11 @@ DEMO_RUNS = ("largest", "first_letter", "doubling")
 
 @dataclass(frozen=True, slots=True)
 class PlannedRun:
-    """A run and the folder where its file's relative paths start."""
+    """A run and the folder where its file's relative paths start. environment: instead of the one that the file names."""
 
     config: RunConfig
     folder: Path
+    environment: EnvironmentFactory | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,11 +55,11 @@ def train_plan(
     Raises ConfigError: an unusable file, two runs of one name, runs of different bases.
     """
     runs = [PlannedRun(load_toml(path, RunConfig), path.parent) for path in run_files]
-    server = load_toml(server_config, ServerConfig) if server_config else _server_for([run.config for run in runs])
+    server = load_toml(server_config, ServerConfig) if server_config else server_for([run.config for run in runs])
     return _plan(server, runs, state_dir, resume, steps)
 
 
-def _server_for(configs: Sequence[RunConfig]) -> ServerConfig:
+def server_for(configs: Sequence[RunConfig]) -> ServerConfig:
     """The default server, grown where these runs would not fit."""
     plain = ServerConfig()
     ranks = [config.adapter.rank for config in configs]
@@ -75,7 +77,7 @@ def _server_for(configs: Sequence[RunConfig]) -> ServerConfig:
 
 def _plan(server: ServerConfig, runs: Sequence[PlannedRun], state_dir: Path | None, resume: bool, steps: int | None) -> Plan:
     if steps is not None:
-        runs = [PlannedRun(_with_steps(run.config, steps), run.folder) for run in runs]
+        runs = [replace(run, config=_with_steps(run.config, steps)) for run in runs]
     names = [run.config.name for run in runs]
     for name in names:
         if names.count(name) > 1:

@@ -19,7 +19,7 @@ from noria.report.live import Display, Snapshot
 from noria.report.plan import Plan
 from noria.report.summary import SessionReport
 from noria.service.build import Server, open_server
-from noria.service.runs import RunProgress
+from noria.service.progress import RunProgress
 
 T = TypeVar("T")
 
@@ -121,7 +121,9 @@ class _Session:
         try:
             async with asyncio.TaskGroup() as group:
                 for planned in self._plan.runs:
-                    group.create_task(server.add_run(planned.config, folder=planned.folder, resume=self._plan.resume))
+                    group.create_task(
+                        server.add_run(planned.config, folder=planned.folder, resume=self._plan.resume, environment=planned.environment)
+                    )
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from errors
         self._doing = ""

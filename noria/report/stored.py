@@ -8,15 +8,13 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
-from sqlalchemy import Connection, select
+from sqlalchemy import Connection
 
 from noria.buffer import life
-from noria.buffer.database import open_database
-from noria.buffer.tables import METADATA
 from noria.errors import StateConflictError
 from noria.report.numbers import sparkline, task_name
 from noria.service import store
-from noria.service.folder import DATABASE
+from noria.service.archive import open_archive
 
 NUM_SHOWN = 10
 """Newest versions that `show` lists."""
@@ -27,8 +25,9 @@ METRICS = {
     "grad norm": ("grad_norm", ".3g"),
     "mismatch": ("mismatch_kl", ".2g"),
     "trained tokens": ("num_entries", ",.0f"),
+    "nats a token": ("nll_mean", ".3f"),
 }
-"""Columns of `show`: a metric's stored name and its format."""
+"""Columns of `show`: a metric's stored name and its format. Those that no shown version has (a supervised phase's, say) are left out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,17 +56,8 @@ def read_runs(state_dir: Path) -> list[StoredRun]:
 
     Raises StateConflictError if it holds no state, or something else.
     """
-    path = state_dir / DATABASE
-    if not path.is_file():
-        raise StateConflictError(f"{state_dir} is no state folder: it has no {DATABASE}; name one with --state-dir")
-    engine = open_database(path)
-    try:
-        METADATA.create_all(engine)
-        with engine.connect().execution_options(sqlite_begin="DEFERRED") as connection:
-            names = connection.execute(select(store.RUNS.c.run_id).order_by(store.RUNS.c.created_at_s)).scalars().all()
-            return [run for name in names if (run := _read(connection, name)) is not None]
-    finally:
-        engine.dispose()
+    with open_archive(state_dir) as archive, archive.reading() as connection:
+        return [run for name in archive.names() if (run := _read(connection, name)) is not None]
 
 
 def find_stored(runs: Sequence[StoredRun], name: str) -> StoredRun:
@@ -97,9 +87,10 @@ def as_json(run: StoredRun, *, is_full: bool) -> dict[str, Any]:
         "status": run.row.status,
         "message": run.row.message,
         "version": run.version,
-        "steps": config.algorithm.steps,
+        "steps": config.num_steps,
         "reward": run.rewards[-1] if run.rewards else None,
         "evaluations": {str(evaluation.version): evaluation.accuracy for evaluation in run.evaluations},
+        "pass_at": {str(e.version): {str(k): chance for k, chance in e.pass_at.items()} for e in run.evaluations if len(e.pass_at) > 1},
         "tokens_sampled": run.tokens_sampled,
         "dropped": run.dropped,
     }
@@ -118,22 +109,30 @@ def list_table(runs: Sequence[StoredRun]) -> RenderableType:
         config = run.row.config
         accuracy = " → ".join(f"{evaluation.accuracy:.2f}" for evaluation in (run.evaluations[:1] + run.evaluations[1:][-1:]))
         reward = f"{run.rewards[-1]:.2f} {sparkline(run.rewards, 12)}" if run.rewards else ""
-        version = f"{run.version}/{config.algorithm.steps}"
+        version = f"{run.version}/{config.num_steps}"
         table.add_row(Text(config.name, style="bold"), config.tenant, task_name(config), run.row.status, version, reward, accuracy)
     return table
 
 
 def show_table(run: StoredRun) -> RenderableType:
     """The run's line, why it ended as it did, and its newest versions."""
-    accuracies = {evaluation.version: f"{evaluation.accuracy:.3f}" for evaluation in run.evaluations}
+    accuracies = {evaluation.version: _accuracy(evaluation) for evaluation in run.evaluations}
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold dim", title_justify="left")
-    for heading in ("version", "accuracy", *METRICS):
+    versions = run.versions[-NUM_SHOWN:]
+    columns = {heading: metric for heading, metric in METRICS.items() if any(metric[0] in version.metrics for version in versions)}
+    for heading in ("version", "accuracy", *columns):
         table.add_column(heading, justify="right", no_wrap=True)
-    for version in run.versions[-NUM_SHOWN:]:
+    for version in versions:
         number = version.record.version
-        cells = (format(version.metrics[name], form) if name in version.metrics else "" for name, form in METRICS.values())
+        cells = (format(version.metrics[name], form) if name in version.metrics else "" for name, form in columns.values())
         table.add_row(str(number), accuracies.get(number, ""), *cells)
     parts: list[RenderableType] = [list_table([run])]
     if run.row.message:
         parts.append(Text(run.row.message, style="yellow"))
     return Group(*parts, Text(), table)
+
+
+def _accuracy(evaluation: store.EvaluationRow) -> str:
+    """The accuracy, and behind it pass@k for the largest k above 1."""
+    k = max(evaluation.pass_at, default=1)
+    return f"{evaluation.accuracy:.3f}" + (f" pass@{k} {evaluation.pass_at[k]:.3f}" if k > 1 else "")

@@ -7,7 +7,7 @@ from typing import Any
 from noria.observe import Span
 from noria.report.numbers import mean_reward
 from noria.service.build import RunReport
-from noria.service.runs import REWARD_WINDOW
+from noria.service.progress import REWARD_WINDOW
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,15 +39,15 @@ def summarize(report: SessionReport, *, install_s: float, wall_s: float) -> dict
 
 
 def _summarize_run(run: RunReport) -> dict[str, Any]:
-    progress, algorithm = run.progress, run.config.algorithm
+    progress, config = run.progress, run.config
     return {
-        "name": run.config.name,
+        "name": config.name,
         "eval_before": progress.evaluations.get(0),
-        "eval_after": progress.evaluations.get(algorithm.steps),
+        "eval_after": progress.evaluations.get(config.num_steps),
         "reward_first5": mean_reward(progress.rewards[:REWARD_WINDOW]),
         "reward_last5": mean_reward(progress.rewards[-REWARD_WINDOW:]),
         "version": progress.version,
-        "max_staleness": algorithm.max_staleness,
+        "max_staleness": config.algorithm.max_staleness,
         "max_staleness_seen": progress.max_staleness_seen,
         "dropped_stale": run.dropped.get("stale", 0),
         "tokens_sampled": run.tokens_sampled,
