@@ -99,7 +99,7 @@ class AdapterConfig(_Config):
     grad_clip_norm: float = Field(1.0, ge=0, description="clip the run's gradient to this norm; 0 = off")
     warmup_steps: int = Field(0, ge=0, description="linear warm-up steps")
     schedule: Schedule = Field("constant", description="of the rate after warm-up: constant, or linear or cosine decay until the last step")
-    final_fraction: float = Field(0.0, ge=0, le=1, description="of the rate, at the last step of a decay")
+    final_fraction: float = Field(0.1, ge=0, le=1, description="of the rate, at the last step of a decay; at 0 that step changes nothing")
 
     @property
     def lora(self) -> LoraSpec:
@@ -156,9 +156,7 @@ class RunConfig(_Config):
 
     name: str = Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,63}$", description="unique within its server")
     tenant: str = Field("local", pattern=r"^[a-z0-9][a-z0-9._-]{0,63}$", description="who owns and pays for it")
-    base: str = Field(
-        "smollm2-135m", description="resident base: built-in name, Hugging Face folder, GGUF file, or hub name (org/model)"
-    )
+    base: str = Field("smollm2-135m", description="resident base: built-in name, Hugging Face folder, GGUF file, or hub name (org/model)")
     seed: int = Field(0, ge=0, lt=2**31, description="of the task order and of every random key")
     weight: float = Field(1.0, gt=0, description="fair-share weight in the learner; in the sampler a tenant has the sum over its active runs")
     environment: EnvironmentConfig
@@ -167,9 +165,7 @@ class RunConfig(_Config):
     sampling: SamplingConfig = SamplingConfig()
     actors: ActorsConfig = ActorsConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
-    supervised: SupervisedConfig | None = Field(
-        None, description="a supervised phase before RL; none without the section"
-    )
+    supervised: SupervisedConfig | None = Field(None, description="a supervised phase before RL; none without the section")
     deterministic: bool = Field(False, description="same file and seed, same curve and bytes, alone or beside others; needs max_staleness = 0")
     deadlines: DeadlinesConfig = DeadlinesConfig()
 
@@ -240,9 +236,7 @@ class ServerConfig(_Config):
     """One server: one base, one sampler, one learner."""
 
     state_dir: str = Field(".noria", description="folder of the database, adapters and reports")
-    base: str = Field(
-        "smollm2-135m", description="resident base: built-in name, Hugging Face folder, GGUF file, or hub name (org/model)"
-    )
+    base: str = Field("smollm2-135m", description="resident base: built-in name, Hugging Face folder, GGUF file, or hub name (org/model)")
     sampler: SamplerConfig = SamplerConfig()
     learner: LearnerConfig = LearnerConfig()
     max_stall_ms: int = Field(2000, ge=1, description="longest a learner dispatch should hold up decoding on a shared device; 250 suits accelerators")

@@ -109,6 +109,9 @@ class Tokenizer(Protocol):
     def token_id(self, text: str) -> int:
         """The id of a text that is exactly one token (a stop text). Raises ConfigError otherwise."""
 
+    def name_of(self, token_id: int) -> str:
+        """How the vocabulary writes a token, special ones too: for people. An id that has no token is its number."""
+
 
 @dataclass(frozen=True, slots=True)
 class Lease:

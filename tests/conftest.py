@@ -5,8 +5,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 ROOT = Path(__file__).parents[1]
+
+settings.register_profile("noria", deadline=None)  # an example that takes long on a busy machine is no failure
+settings.load_profile("noria")
 
 
 @pytest.fixture(scope="session")

@@ -87,6 +87,24 @@ def test_a_run_without_any_signal_ends_early_and_says_so(tmp_path):
     asyncio.run(main())
 
 
+def test_batches_without_signal_are_counted_across_a_restart(tmp_path):
+    config = run_config(algorithm={"max_batches_without_signal": 12, "max_staleness": 0}, num_tasks=0)
+
+    async def some():
+        async with serving(tmp_path, (config, Constant)) as server:
+            while (await groups_by_status(server, "run")).by_reason.get("no_signal", 0) < 8:
+                await asyncio.sleep(0.01)
+
+    async def rest():
+        async with serving(tmp_path, (config, Constant), resume=True) as server:
+            assert await server.finished() == {}
+            assert "12 batches in a row" in server.runs["run"].progress.message
+            assert (await groups_by_status(server, "run")).by_reason["no_signal"] == 12 * 2
+
+    asyncio.run(some())
+    asyncio.run(rest())
+
+
 def test_a_run_is_resumed_at_its_committed_version_and_never_trains_twice(tmp_path):
     config = run_config(algorithm={"steps": 4})
 

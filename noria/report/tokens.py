@@ -1,4 +1,4 @@
-"""Ids as text that a person can tell apart: what decoding leaves out is spelled as an id between marks."""
+"""Ids as text that a person can tell apart: what decoding leaves out is spelled as the vocabulary writes it."""
 
 from collections.abc import Iterator, Sequence
 from itertools import groupby
@@ -9,7 +9,7 @@ from noria.protocols import Tokenizer
 
 
 def spell(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
-    """The text of ids, special tokens as <|id|>, so that nothing is missing."""
+    """The text of ids, special tokens written out, so that nothing is missing."""
     return "".join(_pieces(tokenizer, ids))
 
 
@@ -31,6 +31,6 @@ def _pieces(tokenizer: Tokenizer, ids: Sequence[int]) -> Iterator[str]:
     """Stretches of text, and special tokens one by one."""
     for is_special, group in groupby(ids, key=lambda token: tokenizer.decode((token,)) == ""):
         if is_special:
-            yield from (f"<|{token}|>" for token in group)
+            yield from (tokenizer.name_of(token) for token in group)
         else:
             yield tokenizer.decode(tuple(group))

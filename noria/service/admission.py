@@ -14,10 +14,10 @@ from collections.abc import Sequence
 from functools import partial
 from typing import final
 
-from sqlalchemy import Connection, select
+from sqlalchemy import Connection, func, select
 
 from noria.actors.group import GroupOutcome
-from noria.buffer.tables import DROPPED, GROUPS
+from noria.buffer.tables import DROPPED, GROUPS, TRAINED
 from noria.errors import DeadlineExceededError, RunFailedError
 from noria.observe import log_event
 from noria.protocols import Lease
@@ -131,3 +131,10 @@ def read_without_signal(connection: Connection, run_id: str) -> list[int]:
     """Admission numbers of the run's groups that were dropped for want of signal."""
     is_dull = (GROUPS.c.run_id == run_id) & (GROUPS.c.status == DROPPED) & (GROUPS.c.reason == "no_signal")
     return list(connection.execute(select(GROUPS.c.admission).where(is_dull)).scalars())
+
+
+def read_newest_trained(connection: Connection, run_id: str) -> int:
+    """The largest admission number of a group that the run has trained, -1 if there is none."""
+    is_trained = (GROUPS.c.run_id == run_id) & (GROUPS.c.status == TRAINED)
+    newest = connection.execute(select(func.max(GROUPS.c.admission)).where(is_trained)).scalar_one()
+    return -1 if newest is None else int(newest)

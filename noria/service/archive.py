@@ -80,10 +80,10 @@ class Archive:
 
     def _best(self, name: str) -> int:
         with self.reading() as connection:
-            rows = store.evaluations(connection, name)
-        if not rows:
+            best = store.best_evaluation(store.evaluations(connection, name))
+        if best is None:
             raise UnknownVersionError(f"run {name} has no evaluation yet, so no version of it is best; name one by its number")
-        return max(rows, key=lambda row: (row.accuracy, row.mean_reward, -row.version)).version
+        return best.version
 
 
 @contextmanager

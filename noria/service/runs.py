@@ -28,7 +28,7 @@ from noria.learner.learner import RunSpec
 from noria.model.lora import AdapterState
 from noria.observe import log_event
 from noria.service import store
-from noria.service.admission import Admission, read_without_signal
+from noria.service.admission import Admission, read_newest_trained, read_without_signal
 from noria.service.evaluations import Evaluations
 from noria.service.progress import RunProgress, RunState
 from noria.service.stages import Stages
@@ -82,11 +82,13 @@ class ActiveRun:
             leases = await buffer.recover(self.run_id, version=self.progress.version, deadline_s=self._admission.group_deadline_s())
             waiting = await buffer.outstanding(self.run_id)
             dull = await buffer.transaction(lambda connection: read_without_signal(connection, self.run_id))
+            trained = await buffer.transaction(lambda connection: read_newest_trained(connection, self.run_id))
             await self._check_alive()
         except BaseException as error:
             await self._end(store.STOPPED, "", StageStoppedError(f"run {self.run_id} was not started: {error}"))
             raise
         self._admission.recover(leases, dull)
+        self._training.recover(sum(admission > trained for admission in dull))
         self._state.admitted(item.group_id for item in waiting)
         self._tasks.spawn(self._admission.run)
         self._tasks.spawn(self._train)

@@ -36,6 +36,10 @@ class Training:
         self._admission, self._versions, self._evaluations, self._examples = admission, versions, evaluations, examples
         self._batches_without_signal = 0
 
+    def recover(self, groups_without_signal: int) -> None:
+        """What a restart found: how many groups had none since the newest step; what that step's batch had of them is less than a batch."""
+        self._batches_without_signal = groups_without_signal // self._config.algorithm.groups_per_batch
+
     async def run(self) -> None:
         """Train until the last version, or until there is nothing to learn from; then wait for the last evaluation. Raises what fails the run."""
         progress = self._state.progress

@@ -48,6 +48,11 @@ class ByteTokenizer:
         """The id of a text that is exactly one token. Raises ConfigError otherwise."""
         return _only_id(text, self.encode(text))
 
+    def name_of(self, token_id: int) -> str:
+        """How a token is written, special ones too; an id that has no token is its number."""
+        names = {special: name for name, special in self.SPECIAL.items()}
+        return names.get(token_id) or (self.decode((token_id,)) if 0 <= token_id < _NUM_BYTES else str(token_id))
+
 
 @dataclass(frozen=True, slots=True)
 class SpecialTokens:
@@ -123,6 +128,10 @@ class FastTokenizer:
             raise ConfigError(str(error)) from error
         has_space = self._strips_space and self._spelling is not None and len(ids) == 2 and self._spelling[ids[0]] == b" "
         return _only_id(text, ids[1:] if has_space else ids)
+
+    def name_of(self, token_id: int) -> str:
+        """How the vocabulary writes a token, special ones too; an id that has no token is its number."""
+        return self._engine.id_to_token(token_id) or str(token_id)
 
     def save(self, path: Path) -> None:
         """Write it as a tokenizer.json of Hugging Face."""
