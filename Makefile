@@ -17,7 +17,7 @@ OLDEST := .venv-oldest/.dev
 REF := .venv-ref/.ref
 PYTEST := -m pytest
 
-.PHONY: help demo train doctor test check prove bench test-oldest clean .venv .venv-ref .venv-oldest
+.PHONY: help demo train doctor test check prove bench convergence gpu-check test-oldest clean .venv .venv-ref .venv-oldest
 
 help:  ## list the targets
 	@grep -hE '^[a-z.-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -44,8 +44,14 @@ prove: $(DEV) $(REF)  ## measurements of what noria claims: learning, speed, mem
 doctor: $(RUNTIME)  ## look at this machine: versions, devices, memory, disk, clock, packages
 	@.venv/bin/noria doctor
 
-bench: $(RUNTIME)  ## reproducible speed measurements
-	.venv/bin/noria bench step
+bench: $(RUNTIME)  ## reproducible speed measurements (long); one of them: make bench BENCH="replay --peer peft" (that one after make .venv-ref)
+	for what in $(if $(BENCH),"$(BENCH)",step replay packing adapters); do .venv/bin/noria bench $$what --json; done
+
+convergence: $(RUNTIME)  ## learning curves of shared and unshared gradients and of stale data: docs/results/convergence.md
+	.venv/bin/python scripts/convergence.py
+
+gpu-check: $(RUNTIME)  ## four minutes on a GPU (without one, tiny sizes on the CPU): docs/results/gpu_check.md
+	scripts/gpu_check.sh
 
 test-oldest: $(OLDEST)  ## the fast tests on the oldest Python and JAX that noria supports
 	.venv-oldest/bin/python $(PYTEST) -m "not slow and not prove and not gpu"

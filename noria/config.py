@@ -7,6 +7,7 @@ import difflib
 import math
 import os
 import tomllib
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -45,6 +46,21 @@ class EnvironmentConfig(_Config):
     )
 
 
+_POLICY_LOSSES = ("grpo", "ppo", "cispo", "dro", "gspo", "importance_sampling", "ppo_critic")
+
+_READ_BY: Mapping[tuple[str, ...], tuple[str, ...]] = {
+    ("clip_low", "clip_high"): ("grpo", "ppo", "cispo", "gspo", "ppo_critic"),
+    ("tis_cap", "sequence_mask_c", "icepop_low", "icepop_high", "m2_cap", "dppo_low", "dppo_high", "kl_coeff", "kl", "entropy_coeff"): _POLICY_LOSSES,
+    ("proximal_lag",): ("grpo",),
+    ("value_coeff", "value_clip", "gae_lambda", "gae_gamma"): ("ppo_critic",),
+    ("beta",): ("dro", "dpo"),
+    ("pairs",): ("dpo",),
+    ("advantage",): ("grpo", "ppo", "cispo", "dro", "gspo", "importance_sampling"),
+    ("zero_signal",): ("grpo", "ppo", "cispo", "dro", "gspo", "importance_sampling", "dpo"),
+}
+"""Settings that only some losses read; given with another, they are a mistake."""
+
+
 class AlgorithmConfig(_Config):
     """Loss, batch shape and staleness."""
 
@@ -58,23 +74,99 @@ class AlgorithmConfig(_Config):
     )
     max_batches_without_signal: int = Field(20, ge=1, description="batches in a row without any signal after which the run ends early")
     truncated: Literal["mask", "penalize", "keep"] = Field("mask", description="episodes cut by max_tokens: no entries, reward 0, or as they are")
-    denominator: Literal["tokens", "episodes", "groups", "none"] = Field("tokens", description="global normalization of a batch's loss")
-    clip_low: float = Field(0.2, ge=0, description="lower clip distance of the proximal ratio")
-    clip_high: float = Field(0.28, ge=0, description="upper clip distance of the proximal ratio")
-    tis_cap: float = Field(2.0, gt=0, description="cap of the truncated importance weight exp(learner - behavior)")
-    sequence_mask_c: float = Field(1.2, ge=0, description="mask sequences whose geometric mean ratio leaves [1/c, c]; 0 = off, else at least 1")
+    denominator: Literal["tokens", "episodes", "groups", "none"] = Field(
+        "tokens", description="global normalization of a batch's loss; in dpo pairs stand for tokens"
+    )
+    loss: Literal["grpo", "ppo", "cispo", "dro", "gspo", "importance_sampling", "ppo_critic", "dpo"] = Field(
+        "grpo", description="what a token costs; grpo: decoupled PPO with the proximal policy at the step, which needs no second forward pass"
+    )
+    clip_low: float | None = Field(
+        None, ge=0, description="the clipped ratio is at least 1 - this; by default 0.2 of grpo, ppo and ppo_critic, 1 of cispo, 3e-4 of gspo"
+    )
+    clip_high: float | None = Field(
+        None, ge=0, description="the clipped ratio is at most 1 + this; by default 0.28 of grpo, 0.2 of ppo and ppo_critic, 3 of cispo, 4e-4 of gspo"
+    )
+    tis_cap: float | None = Field(
+        None, ge=0, description="cap of the truncated importance weight exp(learner - behavior); 0 = off; by default 2 of grpo, else off"
+    )
+    sequence_mask_c: float | None = Field(
+        None,
+        ge=0,
+        description="mask sequences whose geometric mean ratio leaves [1/c, c]; 0 = off, else at least 1; by default 1.2 of grpo, else off",
+    )
+    icepop_low: float = Field(0.0, ge=0, description="mask tokens whose ratio exp(learner - behavior) is below; 0.5 in the IcePop paper")
+    icepop_high: float = Field(0.0, ge=0, description="mask tokens whose ratio is above; 5 in the IcePop paper; 0 = both bounds are off")
+    m2_cap: float = Field(0.0, ge=0, description="mask the batch's largest squared log-ratios until the rest's mean is this; 0.04 in M2PO; 0 = off")
+    dppo_low: float = Field(0.0, ge=0, description="mask tokens of negative advantage that lost more probability than this, such as 0.2; 0 = off")
+    dppo_high: float = Field(0.0, ge=0, description="mask tokens of positive advantage that gained more probability than this, such as 0.2; 0 = off")
+    proximal_lag: int = Field(0, ge=0, description="of grpo: versions that the proximal policy is behind, interpolated log-linearly; 0 = the learner")
+    kl_coeff: float = Field(0.0, ge=0, description="weight of the KL divergence from the base; 0 = off, and no second forward pass")
+    kl: Literal["k1", "k2", "k3", "reward"] = Field(
+        "k3", description="a penalty in the loss, reported by this estimator (all have the gradient of the KL), or one in the reward"
+    )
+    entropy_coeff: float = Field(0.0, ge=0, description="weight of an entropy bonus; 0 = off")
+    value_coeff: float = Field(0.5, ge=0, description="of ppo_critic: weight of the squared error of the values")
+    value_clip: float = Field(0.2, ge=0, description="of ppo_critic: how far a value may move in a step before its error is clipped; 0 = any")
+    gae_lambda: float = Field(0.95, ge=0, le=1, description="of ppo_critic: decay of the advantage's trace per sampled token")
+    gae_gamma: float = Field(1.0, ge=0, le=1, description="of ppo_critic: discount per sampled token")
+    beta: float | None = Field(None, gt=0, description="of dro: weight of the squared log-ratio, by default 0.05; of dpo: of the margin, 0.1")
+    pairs: Literal["best_worst", "all"] = Field("best_worst", description="of dpo: a group's best against its worst, or all whose rewards differ")
+    prefix_gradient: Literal["exact", "stop"] = Field(
+        "exact", description="stop: what precedes the first trained token is a constant; cheaper, another gradient; needs learner.path_positions"
+    )
+    stale_rate_k: float = Field(0.0, ge=0, description="divide a step's learning rate by 1 + this * the staleness of its batch; 0 = off")
 
     @field_validator("sequence_mask_c")
     @classmethod
-    def _off_or_a_ratio(cls, value: float) -> float:
-        if 0 < value < 1:
+    def _off_or_a_ratio(cls, value: float | None) -> float | None:
+        if value is not None and 0 < value < 1:
             raise ValueError(f"must be 0 (off) or at least 1: {value} would mask every episode")
         return value
 
+    @model_validator(mode="after")
+    def _the_loss_reads_its_settings(self) -> "AlgorithmConfig":
+        for names, losses in _READ_BY.items():
+            for name in names:
+                if self.loss not in losses and getattr(self, name) != type(self).model_fields[name].default:
+                    raise ValueError(f"loss = {self.loss!r} does not read {name} = {getattr(self, name)!r}: leave it out; {', '.join(losses)} does")
+        if 0 < self.icepop_high < self.icepop_low:
+            raise ValueError(f"icepop_low = {self.icepop_low} is above icepop_high = {self.icepop_high}: every token would be masked")
+        if self.icepop_low and not self.icepop_high:
+            raise ValueError(f"icepop_low = {self.icepop_low} does nothing without icepop_high: set it too, for example to 5")
+        return self
+
+    @model_validator(mode="after")
+    def _every_setting_has_an_effect(self) -> "AlgorithmConfig":
+        if self.kl != type(self).model_fields["kl"].default and not self.kl_coeff:
+            raise ValueError(f"kl = {self.kl!r} does nothing without kl_coeff: set it too, for example to 0.01")
+        if self.loss == "dpo" and self.zero_signal == "train":
+            raise ValueError('loss = "dpo" cannot train a group whose rewards are all equal: zero_signal = "skip" or "resample"')
+        if self.loss == "dpo" and self.denominator == "episodes":
+            raise ValueError('loss = "dpo" weighs pairs: denominator = "tokens" gives each the same weight, "groups" each group, "none" 1 to each')
+        return self
+
     @property
-    def loss(self) -> LossSpec:
-        """The loss as the learner takes it."""
-        return LossSpec(self.clip_low, self.clip_high, self.tis_cap, self.sequence_mask_c)
+    def loss_spec(self) -> LossSpec:
+        """The loss as the learner takes it. A penalty in the reward is none of the loss's."""
+        return LossSpec(
+            clip_low=self.clip_low,
+            clip_high=self.clip_high,
+            tis_cap=self.tis_cap,
+            sequence_mask_c=self.sequence_mask_c,
+            kind=self.loss,
+            beta=self.beta,
+            icepop_low=self.icepop_low,
+            icepop_high=self.icepop_high,
+            m2_cap=self.m2_cap,
+            dppo_low=self.dppo_low,
+            dppo_high=self.dppo_high,
+            proximal_lag=float(self.proximal_lag),
+            kl_coeff=0.0 if self.kl == "reward" else self.kl_coeff,
+            kl_estimator=None if self.kl == "reward" else self.kl,
+            entropy_coeff=self.entropy_coeff,
+            value_coeff=self.value_coeff,
+            value_clip=self.value_clip,
+        )
 
     @property
     def num_places(self) -> int:
@@ -89,6 +181,7 @@ class AdapterConfig(_Config):
     alpha: float = Field(16.0, gt=0, description="the delta is scaled by alpha / rank")
     train_attn: bool = Field(True, description="adapt q, k, v, o")
     train_mlp: bool = Field(True, description="adapt gate, up, down")
+    train_unembed: bool = Field(False, description="adapt the unembedding too, tied or not; the server needs learner.has_unembed")
     use_rslora: bool = Field(False, description="scale by alpha / sqrt(rank) instead of alpha / rank")
     warm_start: str | None = Field(None, description="PEFT adapter folder to start from, relative to the run file; its rank and scale must be these")
     learning_rate: float = Field(5e-4, gt=0, description="AdamW rate; LoRA wants about ten times the full fine-tuning rate")
@@ -104,7 +197,7 @@ class AdapterConfig(_Config):
     @property
     def lora(self) -> LoraSpec:
         """The adapter's shape as model and learner take it."""
-        return LoraSpec(self.rank, self.alpha, self.train_attn, self.train_mlp, self.use_rslora)
+        return LoraSpec(self.rank, self.alpha, self.train_attn, self.train_mlp, self.use_rslora, self.train_unembed)
 
 
 class SamplingConfig(_Config):
@@ -179,6 +272,11 @@ class RunConfig(_Config):
         return self
 
     @property
+    def lora(self) -> LoraSpec:
+        """The shape of all that the run trains: its adapter's, and the value head that a loss with a critic needs."""
+        return replace(self.adapter.lora, train_value=self.algorithm.loss == "ppo_critic")
+
+    @property
     def num_supervised_steps(self) -> int:
         """Versions 1 to this one are made by the supervised phase."""
         return self.supervised.steps if self.supervised else 0
@@ -228,8 +326,37 @@ class LearnerConfig(_Config):
     """Static sizes of the learner."""
 
     max_positions: int = Field(1024, ge=128, multiple_of=64, description="largest microbatch axis T")
-    num_slots: int = Field(8, ge=1, description="runs resident at once")
-    max_rank: int = Field(16, ge=1, description="the rank class: smaller ranks are padded with zeros and masked")
+    path_positions: int = Field(0, ge=0, multiple_of=64, description="longest path of the replay executor; 0 = none, longer episodes are refused")
+    num_slots: int = Field(8, ge=1, description="runs resident at once in each rank class; idle ones beyond it wait in host memory, or on disk")
+    rank_classes: tuple[int, ...] = Field(
+        (8, 32),
+        strict=False,
+        description="widths of the slots, ascending; a run computes at the smallest that holds its rank, and its bits may depend on that width: "
+        "take them from 8, 32 and 128, as a session without a server file does, or keep them with the run's seed",
+    )
+    has_unembed: bool = Field(False, description="compile room for adapters on the unembedding into every program")
+    has_values: bool = Field(False, description="compile room for value heads into every program; for losses with a critic")
+    max_quantum_s: float = Field(10.0, gt=0, description="longest that one run's batch goes first while other runs wait")
+    host_mib: int = Field(4096, ge=0, description="MiB of host memory for runs that hold no slot; beyond it they wait on disk")
+
+    @field_validator("rank_classes")
+    @classmethod
+    def _ascending(cls, value: tuple[int, ...]) -> tuple[int, ...]:
+        if not value or list(value) != sorted(set(value)) or value[0] < 1:
+            raise ValueError(f"must be one or more ranks, ascending (got {value})")
+        return value
+
+    @property
+    def max_rank(self) -> int:
+        """The widest class."""
+        return self.rank_classes[-1]
+
+    def class_of(self, rank: int) -> int:
+        """The smallest class that holds `rank`. Raises ConfigError if none does."""
+        found = next((width for width in self.rank_classes if width >= rank), None)
+        if found is None:
+            raise ConfigError(f"rank {rank} exceeds this server's rank classes {self.rank_classes}: lower it, or add a class to learner.rank_classes")
+        return found
 
 
 class ServerConfig(_Config):
@@ -254,10 +381,10 @@ class ServerConfig(_Config):
 
     @model_validator(mode="after")
     def _what_is_sampled_can_train(self) -> "ServerConfig":
-        if self.sampler.max_context > self.learner.max_positions:
+        if self.sampler.max_context > max(self.learner.max_positions, self.learner.path_positions):
             raise ValueError(
                 f"sampler.max_context = {self.sampler.max_context} is more than learner.max_positions = {self.learner.max_positions}: "
-                "an episode of that length could be sampled and never trained; raise max_positions, or lower max_context"
+                "an episode of that length could be sampled and never trained; raise max_positions or learner.path_positions, or lower max_context"
             )
         return self
 

@@ -7,6 +7,7 @@ Array fields end in shape letters:
     T position of a token tree or microbatch    M entry (one trained token of one episode)
     N node of a token tree                      Q sequence (one path of one episode) of a batch
     X (query block, key block) pair             B attention block = tile (64 positions)
+    E tile of 16 entries
 """
 
 import math
@@ -24,10 +25,16 @@ FloatArray: TypeAlias = npt.NDArray[np.float32]
 TILE = 64
 """Positions in a tile. The attention block has the same size, so that no block ever holds two runs (design section 5)."""
 
+ENTRY_TILE = 16
+"""Entries in a tile of entries. All belong to one run, so that adapters outside the layers are gathered, and their gradients added, by tile."""
+
 FinishReason: TypeAlias = Literal["stop", "length"]
 DropReason: TypeAlias = Literal["no_signal", "deadline", "failed", "stale", "stopped"]
 Role: TypeAlias = Literal["system", "user", "assistant", "tool"]
-LossKind: TypeAlias = Literal["grpo", "cross_entropy"]
+LossKind: TypeAlias = Literal[
+    "grpo", "cross_entropy", "importance_sampling", "ppo", "cispo", "dro", "gspo", "ppo_critic", "dpo", "linear", "stable_reinforce"
+]
+KlEstimator: TypeAlias = Literal["k1", "k2", "k3"]
 Schedule: TypeAlias = Literal["constant", "linear", "cosine"]
 
 
@@ -264,10 +271,15 @@ class Piece:
         """Tiles the piece occupies."""
         return -(-len(self.ids_T) // TILE)
 
+    @property
+    def num_entry_tiles(self) -> int:
+        """Tiles of entries the piece occupies."""
+        return -(-len(self.entries) // ENTRY_TILE)
+
 
 @dataclass(frozen=True, slots=True)
 class PlacedPiece:
-    """Where a piece lies in a microbatch: its owner's slot and ranges of positions and entries."""
+    """Where a piece lies in a microbatch: its owner's slot and ranges of positions and entries. first_entry is a multiple of 16."""
 
     run_id: str
     slot: int
@@ -284,8 +296,9 @@ class Microbatch:
 
     Padding positions have id 0, depth 0 and end_T[j] = j + 1. slot_tile_B[T / TILE]: the adapter slot of each tile (0 for padding tiles).
     pair_query_X, pair_key_X: the (query block, key block) pairs that the mask rule leaves non-empty, sorted by query block then key block, of which
-    the first num_pairs count. entries: padded to M with weight_M 0 and predict_from_M 0; slot_M: each entry's slot; of which the first
-    num_entries count. entries.sequence_M is renumbered to be unique in the microbatch.
+    the first num_pairs count. entries: each piece's begin with a tile of their own, slot_entry_tile_E[M / 16]: the slot of each tile; slot_M: of each
+    entry; the last of a piece is number num_entries - 1. Padding entries have weight_M 0, slot_M 0, and predict from
+    the piece before them, which also owns the tiles after the last piece. entries.sequence_M is renumbered to be unique in the microbatch.
     """
 
     ids_T: IntArray
@@ -297,19 +310,25 @@ class Microbatch:
     num_pairs: int
     entries: Entries
     slot_M: IntArray
+    slot_entry_tile_E: IntArray
     num_entries: int
     placed: tuple[PlacedPiece, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class LoraSpec:
-    """Shape of a run's adapter. rank >= 1; alpha > 0; use_rslora: scaled by alpha / sqrt(rank) (Kalajdzievski 2023), else by alpha / rank."""
+    """Shape of a run's adapter. rank >= 1; alpha > 0; use_rslora: scaled by alpha / sqrt(rank) (Kalajdzievski 2023), else by alpha / rank.
+
+    train_value: it has a value head, for losses with a critic; the policy does not use it.
+    """
 
     rank: int
     alpha: float
     train_attn: bool = True
     train_mlp: bool = True
     use_rslora: bool = False
+    train_unembed: bool = False
+    train_value: bool = False
 
     @property
     def scale(self) -> float:
@@ -340,18 +359,40 @@ class OptimizerSpec:
 
 @dataclass(frozen=True, slots=True)
 class LossSpec:
-    """The loss of a batch. kind: "grpo", decoupled PPO with the proximal policy at the step, which all other fields belong to; or "cross_entropy",
-    -weight * advantage * learner_logprobs, of which an entry's advantage is its token's weight.
+    """The loss of a batch: its kind, and settings that are array elements and never static. What each kind computes, which settings it reads and its
+    defaults (None here): `rl/losses.py`. A kind ignores the settings that it does not read.
 
-    tis_cap: token importance weights are min(exp(learner - behavior), tis_cap). sequence_mask_c: a sequence whose
-    exp(mean(learner - behavior)) leaves [1/c, c] is masked; 0 switches it off. clip_low, clip_high: of the proximal ratio.
+    clip_low, clip_high >= 0: the clipped ratio stays in [1 - clip_low, 1 + clip_high]. beta > 0: of dro and dpo.
+
+    Corrections of a policy loss for data that another policy sampled; all but the first are masks, and 0 switches each off:
+        tis_cap            token importance weights are min(exp(proximal - behavior), tis_cap)
+        sequence_mask_c    drop a sequence whose exp(mean(learner - behavior)) leaves [1/c, c]; at least 1
+        icepop_low, _high  drop a token whose exp(proximal - behavior) leaves [low, high]; off if high is 0
+        m2_cap             drop the tokens with the largest (learner - behavior)^2 of the batch, until the mean of the rest is at most this
+        dppo_low, _high    drop a token whose probability already fell by more than low (advantage < 0), or rose by more than high (> 0)
+    proximal_lag: of grpo, how many versions the proximal policy is behind the learner; 0: it is the learner at the step.
+
+    kl_coeff, kl_estimator: a penalty on the divergence from the reference policy. entropy_coeff: a bonus. value_coeff, value_clip: of the critic's
+    squared error; value_clip 0 = not clipped.
     """
 
-    clip_low: float = 0.2
-    clip_high: float = 0.28
-    tis_cap: float = 2.0
-    sequence_mask_c: float = 1.2
+    clip_low: float | None = None
+    clip_high: float | None = None
+    tis_cap: float | None = None
+    sequence_mask_c: float | None = None
     kind: LossKind = "grpo"
+    beta: float | None = None
+    icepop_low: float = 0.0
+    icepop_high: float = 0.0
+    m2_cap: float = 0.0
+    dppo_low: float = 0.0
+    dppo_high: float = 0.0
+    proximal_lag: float = 0.0
+    kl_coeff: float = 0.0
+    kl_estimator: KlEstimator | None = None
+    entropy_coeff: float = 0.0
+    value_coeff: float = 0.5
+    value_clip: float = 0.2
 
 
 @dataclass(frozen=True, slots=True)

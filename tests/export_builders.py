@@ -60,9 +60,9 @@ def write_base(folder, base):
 def random_adapter(config, spec, seed=0, *, max_rank=None, head=False):
     """Random a and b in every module that `spec` trains, and in the unembedding where `head`; deltas move logits by about 0.1."""
     rng, max_rank = np.random.default_rng(seed), max_rank or spec.rank
-    modules = (*lora.trained_modules(spec), *(("head",) if head else ()))
+    modules = dict.fromkeys((*lora.trained_modules(spec), *(("head",) if head else ())))
     shapes = lora.host_shapes(config, max_rank)
-    adapter = {side: {m: np.zeros(shape, np.float32) for m, shape in shapes[side].items() if m != "head" or head} for side in shapes}
+    adapter = {side: {m: np.zeros(shape, np.float32) for m, shape in shapes[side].items() if m in lora.MODULES or m in modules} for side in shapes}
     for module in modules:
         a, b = adapter["a"][module][:, :, : spec.rank], adapter["b"][module][:, : spec.rank]
         a[...] = rng.normal(size=a.shape) / np.sqrt(a.shape[1])
@@ -72,7 +72,7 @@ def random_adapter(config, spec, seed=0, *, max_rank=None, head=False):
 
 def lora_of(kind, rank=4, alpha=8.0, use_rslora=False):
     """kind: "attn", "mlp", "all" or "head" (all and the unembedding)."""
-    return LoraSpec(rank, alpha, train_attn=kind != "mlp", train_mlp=kind != "attn", use_rslora=use_rslora)
+    return LoraSpec(rank, alpha, train_attn=kind != "mlp", train_mlp=kind != "attn", use_rslora=use_rslora, train_unembed=kind == "head")
 
 
 def rewrite_config(folder, **changes):

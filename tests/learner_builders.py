@@ -7,7 +7,8 @@ import numpy as np
 
 from noria.clock import RealClock
 from noria.config import AlgorithmConfig, LearnerConfig
-from noria.learner.learner import Learner, RunSpec
+from noria.learner.learner import Learner
+from noria.learner.operations import RunSpec
 from noria.model import lora
 from noria.model.placement import place
 from noria.model.weights import load_base
@@ -65,11 +66,18 @@ def nonzero_state(seed, run_spec, max_rank=8):
     return state
 
 
-def make_learner(max_positions=256, num_slots=4, max_rank=8):
+def make_learner(max_positions=256, num_slots=4, max_rank=8, spill_dir=None, **changes):
     config, base = tiny()
     clock = RealClock()
-    settings = LearnerConfig(max_positions=max_positions, num_slots=num_slots, max_rank=max_rank)
-    return Learner(base.stacked, config, settings, spans=SpanRecorder(clock), clock=clock, wake=lambda: None, max_stall_s=60.0)
+    settings = LearnerConfig(**{"max_positions": max_positions, "num_slots": num_slots, "rank_classes": (max_rank,), **changes})
+    return Learner(base.stacked, config, settings, spans=SpanRecorder(clock), clock=clock, wake=lambda: None, max_stall_s=60.0, spill_dir=spill_dir)
+
+
+def state_of(learner, run_id):
+    """The run's state on the host, after all that it has queued."""
+    saved = learner.save(run_id)
+    drain(learner)
+    return saved.result(0)
 
 
 def drain(learner):

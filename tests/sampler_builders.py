@@ -12,7 +12,7 @@ import numpy as np
 
 from noria.config import SamplerConfig
 from noria.model.config import ModelConfig
-from noria.model.lora import HostAdapter, module_sizes
+from noria.model.lora import HEAD, HostAdapter, host_shapes
 from noria.model.placement import BaseParams, place
 from noria.model.transformer import forward_logits
 from noria.model.weights import Params, load_base
@@ -50,10 +50,17 @@ def config(**changes: Any) -> SamplerConfig:
 
 
 def engine(
-    *, base: BaseParams | None = None, eos_id: int = 2, shapes: Shapes = SHAPES, spans: NoSpans | None = None, **changes: Any
+    *,
+    base: BaseParams | None = None,
+    eos_id: int = 2,
+    shapes: Shapes = SHAPES,
+    spans: NoSpans | None = None,
+    rank_classes: tuple[int, ...] = (RANK,),
+    **changes: Any,
 ) -> SamplerEngine:
     model, _, placed = tiny()
-    return SamplerEngine(base or placed, model, config(**changes), max_rank=RANK, eos_id=eos_id, spans=spans or NoSpans(), shapes=shapes)
+    settings = config(**changes)
+    return SamplerEngine(base or placed, model, settings, rank_classes=rank_classes, eos_id=eos_id, spans=spans or NoSpans(), shapes=shapes)
 
 
 _numbers = iter(range(10**9))
@@ -70,20 +77,23 @@ def prompt(length: int, seed: int = 0) -> Ids:
     return tuple(int(i) for i in np.random.default_rng(seed).integers(10, 250, length))
 
 
-def adapter(seed: int, size: float = 0.3) -> HostAdapter:
-    """A random adapter of the rank class, large enough to change what is sampled."""
-    model, rng = tiny()[0], np.random.default_rng(seed)
+def adapter(seed: int, size: float = 0.3, *, rank: int = RANK, tops: tuple[str, ...] = ()) -> HostAdapter:
+    """A random adapter, large enough to change what is sampled."""
+    rng, shapes = np.random.default_rng(seed), host_shapes(tiny()[0], rank, tops)
     a, b = {}, {}
-    for name, (size_in, size_out) in module_sizes(model).items():
-        a[name] = rng.normal(0, size_in**-0.5, (model.num_layers, size_in, RANK)).astype(np.float32)
-        b[name] = rng.normal(0, size, (model.num_layers, RANK, size_out)).astype(np.float32)
+    for name in shapes["a"]:
+        a[name] = rng.normal(0, shapes["a"][name][1] ** -0.5, shapes["a"][name]).astype(np.float32)
+        b[name] = rng.normal(0, size, shapes["b"][name]).astype(np.float32)
     return {"a": a, "b": b}
 
 
 def merged(params: Mapping[str, Any], weights: HostAdapter, scale: float) -> Params:
     """Weights with the adapter folded in: the reference for adapters applied at use."""
     layers = {name: w + scale * weights["a"][name] @ weights["b"][name] if name in weights["a"] else w for name, w in params["layers"].items()}
-    return {**params, "layers": layers}
+    if HEAD not in weights["a"]:
+        return {**params, "layers": layers}
+    head = params.get(HEAD, params["embed"]) + scale * (weights["a"][HEAD][0] @ weights["b"][HEAD][0]).T
+    return {**params, "layers": layers, HEAD: head}
 
 
 def reference_logprobs(params: Mapping[str, Any], prompt_ids: Ids, completion: Completion, temperature: float) -> list[float]:

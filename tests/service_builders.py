@@ -98,7 +98,7 @@ def server_config(state_dir: Path, **changes):
         state_dir=str(state_dir),
         base="tiny",
         sampler=SamplerConfig(**({"num_lanes": 32, "num_pages": 256, "max_context": 128} | changes.pop("sampler", {}))),
-        learner=LearnerConfig(**({"max_positions": 256, "num_slots": 4, "max_rank": 8} | changes.pop("learner", {}))),
+        learner=LearnerConfig(**({"max_positions": 256, "num_slots": 4, "rank_classes": (8,)} | changes.pop("learner", {}))),
         **({"warm_up": False, "dtype": "float32"} | changes),
     )
 
@@ -135,10 +135,10 @@ def record_training(server):
     learner, steps = server.stages.learner, []
     train = learner.train
 
-    def recording(run_id, pieces, **named):
-        sampled_by = {int(version) for piece in pieces for version in piece.entries.version_M}
+    def recording(run_id, batch, **named):
+        sampled_by = {int(version) for version in batch.entries.version_M}
         steps.append((run_id, server.runs[run_id].progress.version, sampled_by))
-        return train(run_id, pieces, **named)
+        return train(run_id, batch, **named)
 
     learner.train = recording
     return steps

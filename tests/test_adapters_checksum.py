@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from learner_builders import nonzero_state, spec, tiny
 
-from noria.model.lora import HEAD, MODULES, adapter_shapes, checksum, host_shapes, layer_checksum, resize_rank, zero_adapter
+from noria.model.lora import HEAD, MODULES, VALUE, adapter_shapes, checksum, host_shapes, layer_checksum, resize_rank, zero_adapter
 
 NUM_LAYERS = tiny()[0].num_layers
 
@@ -29,7 +29,7 @@ def naive(adapter):
     """Element by element, in Python integers."""
     total = 0
     for s, side in enumerate("ab"):
-        for m, module in enumerate(module for module in (*MODULES, HEAD) if module in adapter[side]):
+        for m, module in enumerate(module for module in (*MODULES, HEAD, VALUE) if module in adapter[side]):
             for (layer, row, column), value in np.ndenumerate(adapter[side][module].view(np.uint32)):
                 weight = row * 0x9E3779B1 + column * 0x85EBCA77 + layer * 0xC2B2AE3D + (2 * m + s + 1) * 0x27D4EB2F
                 total += int(value) * ((weight % 2**32) | 1)
@@ -66,9 +66,15 @@ def with_head(adapter, seed):
     return {side: leaves | {HEAD: rng.integers(0, 2**32, shapes[side][HEAD], np.uint32).view(np.float32)} for side, leaves in adapter.items()}
 
 
+@jax.jit
+def top_on_device(adapter):
+    return layer_checksum({side: {HEAD: leaves[HEAD][0]} for side, leaves in adapter.items()}, 0)
+
+
 def test_an_adapted_unembedding_counts_with_weights_of_its_own():
     adapter = with_head(resize_rank(any_bits(0), 1), 2)
     assert checksum(adapter) == naive(adapter)
+    assert checksum(adapter) == int(on_device(jax.tree.map(jnp.asarray, resize_rank(any_bits(0), 1))) + top_on_device(adapter)) % 2**32
     adapter["b"][HEAD].view(np.uint32)[0, 0, 7] ^= np.uint32(1)
     assert checksum(adapter) != naive(with_head(resize_rank(any_bits(0), 1), 2))
 

@@ -34,7 +34,7 @@ def names():
 def sampled_with(states):
     """Greedy completions of one prompt, by every adapter at once."""
     model, base = tiny()
-    sampler = SamplerEngine(base, model, config(), max_rank=MAX_RANK, eos_id=2, spans=NoSpans(), shapes=Shapes(lanes=(16,), rows=(4,)))
+    sampler = SamplerEngine(base, model, config(), rank_classes=(MAX_RANK,), eos_id=2, spans=NoSpans(), shapes=Shapes(lanes=(16,), rows=(4,)))
     for (rank, alpha), state in states.items():
         sampler.publish(name_of(rank, alpha), 0, state.params, spec("run", rank=rank, alpha=alpha).lora.scale)
     completions = run(sampler, *(request(PROMPT, run=name_of(*case), max_tokens=12, temperature=0.0) for case in CASES))

@@ -32,8 +32,8 @@ def written(tmp_path, version=3, rank=4):
 @pytest.mark.parametrize("rank", [1, 4, 8])
 def test_a_written_version_loads_bit_for_bit_into_its_rank_class(tmp_path, rank):
     files, state, record = written(tmp_path, rank=rank)
-    assert same_bytes(files.load(record, max_rank=8), state)
-    assert files.load(record, max_rank=8).num_steps == 3
+    assert same_bytes(files.load(record, width=8), state)
+    assert files.load(record, width=8).num_steps == 3
 
 
 def test_equal_states_are_equal_files(tmp_path):
@@ -45,32 +45,35 @@ def test_equal_states_are_equal_files(tmp_path):
 
 def test_the_checksum_is_the_same_in_every_rank_class(tmp_path):
     files, _, record = written(tmp_path)
-    assert checksum(files.load(record, max_rank=16).params) == record.checksum
+    assert checksum(files.load(record, width=16).params) == record.checksum
 
 
-def test_a_rank_above_the_servers_class_is_refused_by_name(tmp_path):
+def test_a_rank_above_the_width_is_refused_by_name(tmp_path):
     files, _, record = written(tmp_path, rank=8)
-    with pytest.raises(StateConflictError, match=r"rank 8, this server's class is 4: raise learner\.max_rank"):
-        files.load(record, max_rank=4)
+    with pytest.raises(StateConflictError, match="version 3 of run run has rank 8, which does not fit in a width of 4"):
+        files.load(record, width=4)
 
 
-def with_head(state, rank, max_rank):
-    """The state with an adapted unembedding, in the parameters and in both moments."""
-    shapes, rng = host_shapes(tiny()[0], max_rank), np.random.default_rng(3)
-    head = {side: rng.normal(size=shapes[side]["head"]).astype(np.float32) for side in "ab"}
-    head["a"][:, :, rank:] = head["b"][:, rank:] = 0
-    trees = [{side: leaves | {"head": head[side] * (n + 1)} for side, leaves in tree.items()} for n, tree in enumerate(state[:3])]
+def with_top(module, state, rank, width):
+    """The state with a top module too, in the parameters and in both moments."""
+    shapes, rng = host_shapes(tiny()[0], width), np.random.default_rng(3)
+    top = {side: rng.normal(size=shapes[side][module]).astype(np.float32) for side in "ab"}
+    top["a"][:, :, rank:] = top["b"][:, rank:] = 0
+    trees = [{side: leaves | {module: top[side] * (n + 1)} for side, leaves in tree.items()} for n, tree in enumerate(state[:3])]
     return state._replace(params=trees[0], first_moment=trees[1], second_moment=trees[2])
 
 
-def test_an_adapted_unembedding_is_stored_with_the_layers(tmp_path):
-    files, state = VersionFiles(tmp_path), with_head(a_state(), 4, 8)
+@pytest.mark.parametrize("tops", [("head",), ("value",), ("value", "head")])
+def test_top_modules_are_stored_with_the_layers(tmp_path, tops):
+    files, state = VersionFiles(tmp_path), a_state()
+    for module in tops:
+        state = with_top(module, state, 4, 8)
     record = files.write("run", 3, state, 4)
-    assert same_bytes(files.load(record, max_rank=8), state)
+    assert same_bytes(files.load(record, width=8), state)
     assert record.checksum != files.write("other", 3, a_state(), 4).checksum
-    rewrite(tmp_path / record.path / ADAPTER, lambda tensors, metadata: tensors.pop("b.head"))
-    with pytest.raises(AdapterFileCorruptError, match=r"lacks tensors \['b\.head'\]"):
-        files.load(record, max_rank=8)
+    rewrite(tmp_path / record.path / ADAPTER, lambda tensors, metadata: tensors.pop(f"b.{tops[0]}"))
+    with pytest.raises(AdapterFileCorruptError, match=rf"lacks tensors \['b\.{tops[0]}'\]"):
+        files.load(record, width=8)
 
 
 def test_a_write_that_fails_leaves_the_version_as_it_was(tmp_path, monkeypatch):
@@ -82,7 +85,7 @@ def test_a_write_that_fails_leaves_the_version_as_it_was(tmp_path, monkeypatch):
     monkeypatch.setattr("noria.adapters.versions.save_file", no_space)
     with pytest.raises(OSError, match="no space"):
         files.write("run", 3, a_state(seed=5), 4)
-    assert same_bytes(files.load(record, max_rank=8), state)
+    assert same_bytes(files.load(record, width=8), state)
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["3"]
 
 
@@ -98,9 +101,9 @@ def test_one_flipped_bit_anywhere_in_a_file_is_found(tmp_path, name):
         damaged[place] ^= 1 << rng.integers(8)
         path.write_bytes(damaged)
         with pytest.raises(AdapterFileCorruptError):
-            files.load(record, max_rank=8)
+            files.load(record, width=8)
     path.write_bytes(whole)
-    files.load(record, max_rank=8)
+    files.load(record, width=8)
 
 
 def rewrite(path, change):
@@ -146,7 +149,7 @@ def test_a_well_formed_file_that_is_not_what_was_committed_is_refused(tmp_path, 
     files, _, record = written(tmp_path)
     rewrite(tmp_path / record.path / name, CHANGES[change])
     with pytest.raises(AdapterFileCorruptError):
-        files.load(record, max_rank=8)
+        files.load(record, width=8)
 
 
 @pytest.mark.parametrize(
@@ -163,7 +166,7 @@ def test_moments_that_changed_places_are_found(tmp_path, change):
     files, _, record = written(tmp_path)
     rewrite(tmp_path / record.path / MOMENTS, lambda tensors, metadata: change(tensors))
     with pytest.raises(AdapterFileCorruptError):
-        files.load(record, max_rank=8)
+        files.load(record, width=8)
 
 
 @pytest.mark.parametrize("name", [ADAPTER, MOMENTS])
@@ -173,22 +176,22 @@ def test_a_file_of_another_version_or_run_or_none_in_its_place_is_refused(tmp_pa
     for other in (files.write("run", 4, a_state(9, version=4), 4), files.write("stranger", 3, a_state(), 4)):
         path.write_bytes((tmp_path / other.path / name).read_bytes())
         with pytest.raises(AdapterFileCorruptError, match="another file"):
-            files.load(record, max_rank=8)
+            files.load(record, width=8)
     path.write_bytes(path.read_bytes()[:-8])
     with pytest.raises(AdapterFileCorruptError, match="cannot read"):
-        files.load(record, max_rank=8)
+        files.load(record, width=8)
     path.unlink()
     with pytest.raises(AdapterFileCorruptError, match="cannot read"):
-        files.load(record, max_rank=8)
+        files.load(record, width=8)
 
 
 def test_a_version_written_twice_is_what_its_newest_record_says(tmp_path):
     files, _, record = written(tmp_path)
     again = files.write("run", 3, a_state(seed=5), 4)
-    assert same_bytes(files.load(again, max_rank=8), a_state(seed=5))
+    assert same_bytes(files.load(again, width=8), a_state(seed=5))
     for stale in (record, replace(again, moments_checksum=record.moments_checksum), replace(again, checksum=record.checksum)):
         with pytest.raises(AdapterFileCorruptError):
-            files.load(stale, max_rank=8)
+            files.load(stale, width=8)
 
 
 def test_a_version_that_is_not_kept_is_unknown(tmp_path):
@@ -196,7 +199,7 @@ def test_a_version_that_is_not_kept_is_unknown(tmp_path):
     files.write("run", 4, state._replace(num_steps=4), 4)
     files.keep_only("run", [4])
     with pytest.raises(UnknownVersionError, match="version 3"):
-        files.load(record, max_rank=8)
+        files.load(record, width=8)
 
 
 def test_what_a_crash_left_aside_is_removed_and_never_loaded(tmp_path):
@@ -206,11 +209,11 @@ def test_what_a_crash_left_aside_is_removed_and_never_loaded(tmp_path):
     (aside / ADAPTER).write_bytes(b"half")
     (tmp_path / "run" / "4").mkdir()
     fourth = files.write("run", 4, state._replace(num_steps=4), 4)
-    assert same_bytes(files.load(fourth, max_rank=8), state._replace(num_steps=4))
+    assert same_bytes(files.load(fourth, width=8), state._replace(num_steps=4))
     aside.mkdir()
     files.keep_only("run", [3])
     assert [p.name for p in (tmp_path / "run").iterdir()] == ["3"]
-    files.load(record, max_rank=8)
+    files.load(record, width=8)
 
 
 def test_everything_that_write_created_is_synced_before_it_returns(tmp_path, monkeypatch):

@@ -9,7 +9,7 @@ from sampler_builders import adapter, engine, merged, reference_logprobs, reques
 from sampler_builders import tiny as sampler_tiny
 
 from noria.learner.optimizer import empty_state, load_slot
-from noria.learner.step import loss_cotangents, loss_inputs, pull, score, to_device
+from noria.learner.step import Model, loss_cotangents, loss_inputs, pull, score, to_device
 from noria.rl.losses import loss_table
 from noria.rl.packing import ReadyRun, cut, pack, plan_microbatch, shapes_up_to
 from noria.rl.tree import build_tree
@@ -43,9 +43,9 @@ def gradient(pieces, state, run_spec):
         done += len(plan.pieces)
         microbatch = pack(plan)
         arrays = to_device(microbatch)
-        outputs, residuals = score(base.stacked, slots.params, scale_A, arrays, config)
+        outputs, residuals = score(Model(base.stacked, slots.params, scale_A), arrays, config)
         cotangent, _ = loss_cotangents(outputs, loss_inputs(microbatch), loss_table({SLOT: run_spec.loss}, 3))
-        accumulators = pull(base.stacked, slots.params, scale_A, arrays, residuals, cotangent_M=cotangent, accumulators=accumulators, config=config)
+        accumulators = pull(Model(base.stacked, slots.params, scale_A), arrays, residuals, cotangent, accumulators, config=config)
     return jax.tree.leaves(jax.tree.map(lambda leaf: leaf[:, SLOT], accumulators))
 
 

@@ -11,7 +11,7 @@ import pytest
 from noria.clock import RealClock
 from noria.config import AlgorithmConfig, SamplerConfig
 from noria.learner.optimizer import empty_state, load_slot
-from noria.learner.step import loss_cotangents, loss_inputs, pull, score, to_device
+from noria.learner.step import Model, loss_cotangents, loss_inputs, pull, score, to_device
 from noria.model.lora import initial_state
 from noria.model.placement import place
 from noria.model.weights import load_base
@@ -52,7 +52,7 @@ def sample_groups(loaded, placed, states):
     tokenizer = loaded.tokenizer
     settings = SamplerConfig(num_lanes=32, num_pages=256, max_context=128, num_slots=8)
     engine = SamplerEngine(
-        placed, loaded.config, settings, max_rank=RANK, eos_id=tokenizer.eos_id, spans=SpanRecorder(RealClock()), shapes=Shapes((32,), (4,))
+        placed, loaded.config, settings, rank_classes=(RANK,), eos_id=tokenizer.eos_id, spans=SpanRecorder(RealClock()), shapes=Shapes((32,), (4,))
     )
     for run_id, state in states.items():
         engine.publish(run_id, 0, state.params, SCALE)
@@ -97,10 +97,10 @@ def train(loaded, placed, states, batches, runs):
     microbatch = pack(plan_microbatch(ready, shapes_up_to(512), 512))
     assert len(microbatch.placed) == sum(len(batches[run_id]) for run_id in runs), "one microbatch holds them all"
     arrays, scale_A = to_device(microbatch), jnp.full(len(RUNS), SCALE)
-    outputs, residuals = score(placed.stacked, state.params, scale_A, arrays, config)
+    outputs, residuals = score(Model(placed.stacked, state.params, scale_A), arrays, config)
     table = loss_table({slot: LossSpec(sequence_mask_c=0.0) for slot in slots.values()}, len(RUNS))
     cotangent, _ = loss_cotangents(outputs, loss_inputs(microbatch), table)
-    gradient = pull(placed.stacked, state.params, scale_A, arrays, residuals, cotangent_M=cotangent, accumulators=state.gradient, config=config)
+    gradient = pull(Model(placed.stacked, state.params, scale_A), arrays, residuals, cotangent, state.gradient, config=config)
     found = {}
     for run_id in runs:
         mine = np.flatnonzero((microbatch.slot_M == slots[run_id]) & (np.arange(len(microbatch.slot_M)) < microbatch.num_entries))

@@ -73,7 +73,7 @@ def test_the_text_form_marks_what_is_trained(tmp_path):
 def test_memory_is_what_the_arrays_take():
     model: ModelConfig = load_base("tiny").config
     server = ServerConfig(
-        base="tiny", dtype="float32", sampler=SamplerConfig(num_pages=100, num_slots=3), learner=LearnerConfig(max_rank=4, num_slots=2)
+        base="tiny", dtype="float32", sampler=SamplerConfig(num_pages=100, num_slots=3), learner=LearnerConfig(rank_classes=(4,), num_slots=2)
     )
     found = memory_bytes(model, server)
     assert found["base, float32"] == 4 * model.num_parameters
@@ -111,7 +111,7 @@ def test_the_first_example_of_a_supervised_phase_is_shown(tmp_path):
 MISTAKES = {
     "an unknown key": (RUN_FILE.replace("rank = 4", "rnk = 4"), "config_invalid", "did you mean 'rank'"),
     "another base than the server's": (RUN_FILE.replace('"tiny"', '"smollm2-135m"'), "config_invalid", "the server holds 'tiny'"),
-    "a rank above the class": (RUN_FILE.replace("rank = 4", "rank = 64"), "config_invalid", "learner.max_rank"),
+    "a rank above the class": (RUN_FILE.replace("rank = 4", "rank = 64"), "config_invalid", "learner.rank_classes"),
     "no room for a prompt": (RUN_FILE.replace("max_tokens = 4", "max_tokens = 500"), "config_invalid", "max_context"),
     "a stop text of two tokens": (RUN_FILE.replace("max_tokens = 4", 'max_tokens = 4\nstop = ["ab"]'), "config_invalid", "exactly one token"),
     "no such environment file": (RUN_FILE.replace("env.py", "nowhere.py"), "environment_failed", "no file"),

@@ -18,7 +18,11 @@ EXAMPLES = ROOT / "examples"
 RUN_FILES = sorted(path for path in EXAMPLES.glob("*/*.toml") if path.stem != "server")
 STEPS = 2
 
-SERVER = SERVER_FILE.replace("max_context = 128", "max_context = 1024").replace("= 256\n", "= 1024\n").replace("max_rank = 8\n", "max_rank = 16\n")
+SERVER = (
+    SERVER_FILE.replace("max_context = 128", "max_context = 1024")
+    .replace("= 256\n", "= 1024\n")
+    .replace("rank_classes = [8]\n", "rank_classes = [16]\n")
+)
 
 
 def noria(*arguments, cwd=ROOT):

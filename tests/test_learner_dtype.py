@@ -16,7 +16,7 @@ from noria.observe import SpanRecorder
 
 def step_on(base):
     config, clock = tiny()[0], RealClock()
-    settings = LearnerConfig(max_positions=256, num_slots=1, max_rank=8)
+    settings = LearnerConfig(max_positions=256, num_slots=1, rank_classes=(8,))
     learner = Learner(base.stacked, config, settings, spans=SpanRecorder(clock), clock=clock, wake=lambda: None, max_stall_s=60.0)
     learner.load_run(spec("run"), nonzero_state(1, spec("run")))
     scored = learner.score_ids("run", tuple(range(40)))

@@ -7,7 +7,7 @@ import pytest
 from learner_builders import ALGORITHM, nonzero_state, pieces_of, random_groups, spec, tiny
 
 from noria.learner.optimizer import empty_state, load_slot
-from noria.learner.step import loss_cotangents, loss_inputs, pull, score, to_device
+from noria.learner.step import Model, loss_cotangents, loss_inputs, pull, score, to_device
 from noria.model.lora import RowAdapters, gather_rows
 from noria.model.transformer import block, embed, rotary_angles, unembed
 from noria.rl.advantages import group_advantages
@@ -97,9 +97,9 @@ def packed_gradient(groups, state, run_spec, max_positions):
         used = microbatch.entries.predict_from_M[: microbatch.num_entries] * 1000 + microbatch.entries.target_M[: microbatch.num_entries]
         shared += len(used) - len(np.unique(used))
         arrays = to_device(microbatch)
-        outputs, residuals = score(base.stacked, slots.params, scale_A, arrays, config)
+        outputs, residuals = score(Model(base.stacked, slots.params, scale_A), arrays, config)
         cotangent, _ = loss_cotangents(outputs, loss_inputs(microbatch), loss_table({SLOT: run_spec.loss}, 3))
-        gradient = pull(base.stacked, slots.params, scale_A, arrays, residuals, cotangent_M=cotangent, accumulators=gradient, config=config)
+        gradient = pull(Model(base.stacked, slots.params, scale_A), arrays, residuals, cotangent, gradient, config=config)
     return jax.tree.map(lambda leaf: leaf[:, SLOT], gradient), shared, len(pieces)
 
 

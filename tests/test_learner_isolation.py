@@ -4,10 +4,9 @@ import jax
 import numpy as np
 import pytest
 from jax import monitoring
-from learner_builders import drain, make_learner, nonzero_state, pieces_of, random_groups, same_bytes, spec, tiny
+from learner_builders import drain, make_learner, nonzero_state, pieces_of, random_groups, same_bytes, spec, state_of, tiny
 
-from noria.errors import GradientNotFiniteError, InvalidRequestError, SlotsExhaustedError, StateConflictError
-from noria.learner.optimizer import read_slot
+from noria.errors import GradientNotFiniteError, InvalidRequestError, StateConflictError
 from noria.model.transformer import forward_logits
 
 
@@ -52,6 +51,20 @@ def test_a_run_trains_to_the_same_bytes_beside_neighbours(alone, order):
     assert same_bytes(state, alone)
 
 
+def test_a_run_trains_to_the_same_bytes_beside_runs_of_other_rank_classes(alone):
+    learner = make_learner(256, rank_classes=(8, 32))
+    load(learner, "mine", 7)
+    for run_id, rank, width in (("same", 8, 8), ("wide", 20, 32)):
+        run_spec = spec(run_id, rank=rank)
+        learner.load_run(run_spec, nonzero_state(rank, run_spec, max_rank=width))
+    for step, groups in enumerate(BATCHES):
+        futures = [learner.train(run_id, pieces_of(random_groups(100 + step, num_groups=2))) for run_id in ("wide", "same")]
+        futures.append(learner.train("mine", pieces_of(groups)))
+        drain(learner)
+        state = [future.result(0).state for future in futures][-1]
+    assert same_bytes(state, alone)
+
+
 @pytest.mark.parametrize("stall_positions", [64, 128, 256])
 def test_a_run_trains_to_the_same_bytes_over_any_microbatch_split(stall_positions):
     """Pieces are cut for 64 positions; passes of one to four pieces add up to the same bits."""
@@ -75,11 +88,11 @@ def test_idle_slots_are_untouched_by_a_neighbours_step():
     load(learner, "busy", 2, weight_decay=1.0)
     learner.train("idle", pieces_of(random_groups(1)))
     drain(learner)
-    before = read_slot(learner._state, learner._runs["idle"].slot)
+    before = state_of(learner, "idle")
     for seed in range(3):
         learner.train("busy", pieces_of(random_groups(seed)))
         drain(learner)
-    assert same_bytes(read_slot(learner._state, learner._runs["idle"].slot), before)
+    assert same_bytes(state_of(learner, "idle"), before)
 
 
 def test_a_neighbours_nan_stays_its_own():
@@ -96,7 +109,7 @@ def test_a_neighbours_nan_stays_its_own():
         with pytest.raises(GradientNotFiniteError, match="broken"):
             broken.result(0)
     assert same_bytes(mine.result(0).state, train_alone(BATCHES))
-    assert same_bytes(read_slot(learner._state, learner._runs["broken"].slot), state)
+    assert same_bytes(state_of(learner, "broken"), state)
 
 
 def test_small_ranks_and_untrained_modules_stay_zero_in_their_padding():
@@ -160,7 +173,6 @@ def test_bad_requests_to_the_learner_are_refused_with_named_errors():
     cases = [
         (learner.load_run(spec("a"), nonzero_state(1, spec("a"))), StateConflictError),
         (learner.load_run(spec("c", rank=9), nonzero_state(1, spec("c"))), StateConflictError),
-        (learner.load_run(spec("c"), nonzero_state(1, spec("c"))), SlotsExhaustedError),
         (learner.train("unknown", pieces_of(random_groups(1))), StateConflictError),
         (learner.train("a", ()), InvalidRequestError),
         (learner.score_ids("a", (5,)), InvalidRequestError),

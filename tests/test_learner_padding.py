@@ -1,10 +1,12 @@
 """Cases 11 and 12: an end-of-text id that is the padding id is a token like any other; padding is known by position, never by value."""
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from learner_builders import ALGORITHM, drain, make_learner, nonzero_state, spec, tiny
 
 from noria.learner.optimizer import empty_state, load_slot
-from noria.learner.step import loss_cotangents, loss_inputs, pull, score, to_device
+from noria.learner.step import Model, loss_cotangents, loss_inputs, pull, score, to_device
 from noria.model.lora import MODULES
 from noria.rl.losses import loss_table
 from noria.rl.packing import ReadyRun, cut, pack, plan_microbatch, shapes_up_to
@@ -36,12 +38,11 @@ def gradient_of(microbatch, chosen_M):
     config, base = tiny()
     state = load_slot(empty_state(config, 2, 8), 1, nonzero_state(1, spec("run")))
     arrays, scale_A = to_device(microbatch), np.array([0.0, 2.0], np.float32)
-    outputs, residuals = score(base.stacked, state.params, scale_A, arrays, config)
-    cotangent_M, _ = loss_cotangents(outputs, loss_inputs(microbatch), loss_table({1: spec("run").loss}, 2))
-    cotangent_M = np.asarray(cotangent_M)
-    alone_M = np.where(chosen_M, cotangent_M, 0)
-    gradient = pull(base.stacked, state.params, scale_A, arrays, residuals, cotangent_M=alone_M, accumulators=state.gradient, config=config)
-    return cotangent_M, [float(np.abs(gradient[side][module][:, 1]).sum()) for side in "ab" for module in MODULES]
+    outputs, residuals = score(Model(base.stacked, state.params, scale_A), arrays, config)
+    cotangents, _ = loss_cotangents(outputs, loss_inputs(microbatch), loss_table({1: spec("run").loss}, 2))
+    alone = jax.tree.map(lambda d_M: jnp.where(chosen_M, d_M, 0), cotangents)
+    gradient = pull(Model(base.stacked, state.params, scale_A), arrays, residuals, alone, state.gradient, config=config)
+    return np.asarray(cotangents.d_learner_logprobs_M), [float(np.abs(gradient[side][module][:, 1]).sum()) for side in "ab" for module in MODULES]
 
 
 MIXED = [group((9, 8, PAD), (PAD, 9, PAD), (PAD,)), group((PAD, PAD, PAD), (4,), (4, PAD))]

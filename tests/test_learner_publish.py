@@ -15,7 +15,8 @@ from sampler_builders import config, prompt, request, run
 from noria.adapters.versions import VersionFiles
 from noria.clock import RealClock
 from noria.config import LearnerConfig
-from noria.learner.learner import Learner, RunSpec
+from noria.learner.learner import Learner
+from noria.learner.operations import RunSpec
 from noria.model.lora import checksum, initial_state
 from noria.model.placement import place
 from noria.model.weights import load_base
@@ -29,7 +30,7 @@ MAX_RANK = 8
 
 def sampler_of(spans, base=None, **changes):
     model, placed = tiny()
-    return SamplerEngine(base or placed, model, config(**changes), max_rank=MAX_RANK, eos_id=2, spans=spans, shapes=Shapes(lanes=(16,), rows=(4,)))
+    return SamplerEngine(base or placed, model, config(**changes), rank_classes=(MAX_RANK,), eos_id=2, spans=spans, shapes=Shapes((16,), (4,)))
 
 
 def publish(sampler, run_spec, version, state):
@@ -76,7 +77,7 @@ def test_two_hundred_steps_at_the_smallest_rate_reach_the_sampler(dtype, toleran
     """Case 49: each step moves a weight by less than the grid of bfloat16 there; whatever the base's dtype, none is lost on any side."""
     run_spec = RunSpec("run", LoraSpec(4, 8.0), OptimizerSpec(1e-6), LossSpec(sequence_mask_c=0.0))
     base, clock = place(load_base("tiny").params, dtype), RealClock()
-    settings = LearnerConfig(max_positions=256, num_slots=4, max_rank=MAX_RANK)
+    settings = LearnerConfig(max_positions=256, num_slots=4, rank_classes=(MAX_RANK,))
     spans = SpanRecorder(clock)
     learner = Learner(base.stacked, tiny()[0], settings, spans=spans, clock=clock, wake=lambda: None, max_stall_s=60.0)
     start = initial_state(tiny()[0], LoraSpec(4, 8.0), MAX_RANK, seed=7)

@@ -40,7 +40,7 @@ def straight():
 def test_a_run_resumed_from_files_on_a_fresh_learner_goes_on_bit_for_bit(tmp_path, straight, k):
     first = steps(make_learner(), START, BATCHES[:k])
     record = VersionFiles(tmp_path).write("run", k, (START, *first)[k], SPEC.lora.rank)
-    state = VersionFiles(tmp_path).load(record, max_rank=8)
+    state = VersionFiles(tmp_path).load(record, 8)
     fresh = make_learner()
     fresh.load_run(spec("neighbour"), nonzero_state(1, spec("neighbour")))  # so that the run gets another slot than before
     rest = steps(fresh, state, BATCHES[k:])

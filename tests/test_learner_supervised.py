@@ -8,7 +8,7 @@ from learner_builders import drain, make_learner, nonzero_state, spec, tiny
 from test_learner_gradients import LENGTH, SLOT, naive_logprobs
 
 from noria.learner.optimizer import empty_state, load_slot
-from noria.learner.step import loss_cotangents, loss_inputs, pull, score, to_device
+from noria.learner.step import Model, loss_cotangents, loss_inputs, pull, score, to_device
 from noria.rl.losses import loss_table
 from noria.rl.packing import ReadyRun, cut, pack, plan_microbatch, shapes_up_to
 from noria.rl.supervised import batch_indices, example_tree
@@ -59,9 +59,9 @@ def packed_gradient(examples, state, scale, denominator, max_positions):
         done += len(plan.pieces)
         microbatch = pack(plan)
         arrays = to_device(microbatch)
-        outputs, residuals = score(base.stacked, slots.params, scale_A, arrays, config)
+        outputs, residuals = score(Model(base.stacked, slots.params, scale_A), arrays, config)
         cotangent_M, _ = loss_cotangents(outputs, loss_inputs(microbatch), loss_table({SLOT: CROSS_ENTROPY}, 3))
-        gradient = pull(base.stacked, slots.params, scale_A, arrays, residuals, cotangent_M=cotangent_M, accumulators=gradient, config=config)
+        gradient = pull(Model(base.stacked, slots.params, scale_A), arrays, residuals, cotangent_M, gradient, config=config)
     return jax.tree.map(lambda leaf: leaf[:, SLOT], gradient), len(pieces)
 
 

@@ -1,6 +1,7 @@
 """PEFT folders in and out without PEFT: bytes round trip, every refusal has its reason, nothing is half-written."""
 
 import json
+from dataclasses import replace
 
 import jax
 import numpy as np
@@ -8,14 +9,13 @@ import pytest
 from export_builders import FAMILIES, a_base, a_config, lora_of, random_adapter, rewrite_config, rewrite_tensors
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from learner_builders import drain, make_learner, same_bytes, spec, tiny
+from learner_builders import drain, make_learner, same_bytes, spec, state_of, tiny
 from safetensors.numpy import load_file, save_file
 
 from noria.adapters.versions import VersionFiles
 from noria.errors import AdapterFileCorruptError, AdapterFormatError, ConfigError, NoriaError, StateConflictError
-from noria.learner.optimizer import read_slot
-from noria.model.export import read_peft, start_from, write_peft
-from noria.model.lora import HEAD, MODULES, fresh_state, initial_adapter, misfit, resize_rank, trained_modules
+from noria.model.export import read_peft, start_from, write_merged, write_peft
+from noria.model.lora import HEAD, MODULES, VALUE, fresh_state, initial_adapter, misfit, resize_rank, trained_modules
 from noria.types import LoraSpec
 
 CONFIG = a_config()
@@ -43,7 +43,8 @@ def test_what_is_written_is_read_bit_for_bit(tmp_path, family, kind):
     read = read_peft(tmp_path / "x", config)
     assert same_bytes(read.params, adapter)
     assert read.lora == lora
-    assert read.modules == trained_modules(lora) + (HEAD,) * (kind == HEAD)
+    assert read.modules == trained_modules(lora)
+    assert (HEAD in read.modules) == (kind == HEAD)
 
 
 def test_names_shapes_and_settings_are_pefts(tmp_path):
@@ -69,13 +70,12 @@ def test_the_padding_of_a_rank_class_is_never_written(tmp_path):
 def test_loaded_trained_for_no_step_committed_and_exported_it_has_the_same_bytes(tmp_path):
     config, _ = tiny()
     _, lora = exported(tmp_path / "theirs", config=config)
-    params = start_from(tmp_path / "theirs", config, lora, max_rank=8, seed=5)
+    params = start_from(tmp_path / "theirs", config, lora, width=8, seed=5)
     learner = make_learner(max_rank=8)
     learner.load_run(spec("run", rank=lora.rank, alpha=lora.alpha), fresh_state(params))
-    drain(learner)
     files = VersionFiles(tmp_path / "versions")
-    record = files.write("run", 0, read_slot(learner._state, learner._runs["run"].slot), lora.rank)
-    write_peft(tmp_path / "ours", files.load(record, max_rank=16).params, lora, config, base_name="base")
+    record = files.write("run", 0, state_of(learner, "run"), lora.rank)
+    write_peft(tmp_path / "ours", files.load(record, width=16).params, lora, config, base_name="base")
     assert tensor_bytes(tmp_path / "ours") == tensor_bytes(tmp_path / "theirs")
 
 
@@ -356,20 +356,49 @@ def test_the_same_scale_by_another_formula_is_the_same_adapter(tmp_path):
     assert same_bytes(start_from(tmp_path / "x", CONFIG, LoraSpec(4, 4.0, use_rslora=True), 4, 0), adapter)
 
 
-def test_a_warm_start_that_adapts_the_unembedding_is_refused(tmp_path):
-    exported(tmp_path / "x", HEAD)
-    with pytest.raises(AdapterFormatError, match="unembedding"):
+def test_a_warm_start_that_adapts_the_unembedding_is_for_runs_that_train_it(tmp_path):
+    adapter, lora = exported(tmp_path / "x", HEAD)
+    with pytest.raises(ConfigError, match=r"adapts head, which the run does not train: set adapter\.train_unembed = true"):
         start_from(tmp_path / "x", CONFIG, lora_of("all"), 8, 0)
+    assert same_bytes(start_from(tmp_path / "x", CONFIG, lora, 8, 0), resize_rank(adapter, 8))
+    critic = start_from(tmp_path / "x", CONFIG, replace(lora, train_value=True), 8, 7)
+    fresh = initial_adapter(CONFIG, replace(lora, train_value=True), 8, 7)
+    assert same_bytes({side: critic[side].pop(VALUE) for side in "ab"}, {side: fresh[side][VALUE] for side in "ab"})
+    assert same_bytes(critic, resize_rank(adapter, 8))
+
+
+def test_a_warm_start_may_bring_pefts_copy_of_the_unembedding(tmp_path):
+    base = a_base(CONFIG)
+    adapter, lora = exported(tmp_path / "x", HEAD)
+    rewrite_tensors(tmp_path / "x", lambda t: t | {"base_model.model.model.embed_tokens.weight": base.params["embed"]})
+    with pytest.raises(AdapterFormatError, match="copy of the base's own"):
+        start_from(tmp_path / "x", CONFIG, lora, 4, 0)
+    assert same_bytes(start_from(tmp_path / "x", CONFIG, lora, 4, 0, base=base.params), adapter)
+
+
+@pytest.mark.parametrize("kind", ["all", "head"])
+def test_a_trained_adapter_is_exported_without_its_value_head(tmp_path, kind):
+    lora = replace(lora_of(kind), train_value=True)
+    adapter = random_adapter(CONFIG, lora)
+    assert VALUE in adapter["a"]
+    write_peft(tmp_path / "x", adapter, lora, CONFIG, base_name="base")
+    read = read_peft(tmp_path / "x", CONFIG)
+    assert read.lora == lora_of(kind)
+    assert same_bytes(read.params, {side: {m: leaf for m, leaf in leaves.items() if m != VALUE} for side, leaves in adapter.items()})
+    for folder, params in (("with", adapter), ("without", read.params)):
+        write_merged(tmp_path / folder, a_base(CONFIG), params, lora)
+    assert (tmp_path / "with" / "model.safetensors").read_bytes() == (tmp_path / "without" / "model.safetensors").read_bytes()
 
 
 def test_only_who_has_room_for_it_takes_an_adapted_unembedding():
     adapter = random_adapter(CONFIG, lora_of("all"), head=True)
-    assert misfit(adapter, CONFIG, 4, with_head=True) is None
-    assert "unembedding" in misfit(adapter, CONFIG, 4)
+    assert misfit(adapter, CONFIG, 4, (HEAD,)) is None
+    for tops in ((), (VALUE,)):
+        assert "an adapted unembedding (module 'head'), for which there is no room here: set learner.has_unembed" in misfit(adapter, CONFIG, 4, tops)
     plain = random_adapter(CONFIG, lora_of("all"))
-    assert misfit(plain, CONFIG, 4) is misfit(plain, CONFIG, 4, with_head=True) is None
+    assert misfit(plain, CONFIG, 4) is misfit(plain, CONFIG, 4, (HEAD, VALUE)) is None
     del adapter["b"][HEAD]
-    assert "b of module 'head' is nothing" in misfit(adapter, CONFIG, 4, with_head=True)
+    assert "b of module 'head' is nothing" in misfit(adapter, CONFIG, 4, (HEAD,))
 
 
 def test_learner_refuses_an_adapter_of_the_unembedding():

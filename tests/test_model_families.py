@@ -16,7 +16,7 @@ from noria.clock import RealClock
 from noria.config import LearnerConfig, SamplerConfig
 from noria.learner.learner import Learner
 from noria.learner.optimizer import empty_state, load_slot
-from noria.learner.step import pull, score, to_device
+from noria.learner.step import Model, pull, score, to_device
 from noria.model import gguf_model, hf_folder, lora
 from noria.model.config import ModelConfig
 from noria.model.gguf_file import read_gguf
@@ -24,6 +24,7 @@ from noria.model.params import Params
 from noria.model.placement import place
 from noria.model.transformer import forward_logits, rotary_angles
 from noria.observe import SpanRecorder
+from noria.rl.losses import TokenCotangents
 from noria.rl.packing import MicrobatchPlan, PlannedPiece, microbatch_shape, pack
 from noria.sampler.engine import SamplerEngine
 from noria.sampler.runner import Shapes
@@ -132,7 +133,7 @@ def logprobs_of(model: SimpleNamespace, ids: tuple[int, ...]) -> np.ndarray:
 
 def test_the_learner_scores_what_the_forward_pass_gives(model: SimpleNamespace) -> None:
     clock = RealClock()
-    settings = LearnerConfig(max_positions=256, num_slots=4, max_rank=8)
+    settings = LearnerConfig(max_positions=256, num_slots=4, rank_classes=(8,))
     learner = Learner(model.placed.stacked, model.config, settings, spans=SpanRecorder(clock), clock=clock, wake=lambda: None, max_stall_s=60.0)
     state = lora.initial_state(model.config, spec("run").lora, 8, 0)._replace(params=model.adapter)
     learner.load_run(spec("run"), state)
@@ -153,9 +154,10 @@ def test_the_learners_gradient_is_that_of_the_forward_pass(model: SimpleNamespac
     state = lora.AdapterState(model.adapter, *(jax.tree.map(np.zeros_like, model.adapter) for _ in range(2)), num_steps=0)
     slots, scale = load_slot(empty_state(model.config, 3, 8), 1, state), spec("run").lora.scale
     scale_A, stacked = jnp.zeros(3).at[1].set(scale), model.placed.stacked
-    _, residuals = score(stacked, slots.params, scale_A, arrays, model.config)
-    padded = jnp.zeros_like(arrays.temperature_M).at[:128].set(cotangent_M)
-    got = pull(stacked, slots.params, scale_A, arrays, residuals, cotangent_M=padded, accumulators=slots.gradient, config=model.config)
+    _, residuals = score(Model(stacked, slots.params, scale_A), arrays, model.config)
+    zeros_M = jnp.zeros_like(arrays.entries.temperature_M)
+    padded = TokenCotangents(zeros_M.at[:128].set(cotangent_M), zeros_M, zeros_M)
+    got = pull(Model(stacked, slots.params, scale_A), arrays, residuals, padded, slots.gradient, config=model.config)
 
     def combined(adapter: lora.HostAdapter) -> jax.Array:
         logprobs = jax.nn.log_softmax(forward_logits(stacked, model.config, ids_T, adapter, scale))
@@ -169,7 +171,7 @@ def test_the_learners_gradient_is_that_of_the_forward_pass(model: SimpleNamespac
 
 def test_the_sampler_decodes_what_the_forward_pass_gives(model: SimpleNamespace) -> None:
     settings = SamplerConfig(num_lanes=16, num_pages=256, max_context=256, steps_per_dispatch=4, num_slots=8)
-    sampler = SamplerEngine(model.placed, model.config, settings, max_rank=8, eos_id=263, spans=NoSpans(), shapes=Shapes(lanes=(16,), rows=(4,)))
+    sampler = SamplerEngine(model.placed, model.config, settings, rank_classes=(8,), eos_id=263, spans=NoSpans(), shapes=Shapes((16,), (4,)))
     sampler.publish("r", 0, model.adapter, spec("run").lora.scale)
     prompt_ids = prompt(100)
     (completion,) = run(sampler, request(prompt_ids, run="r", max_tokens=24, temperature=0.0))

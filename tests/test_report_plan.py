@@ -5,12 +5,15 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from noria.config import RunConfig, ServerConfig, load_toml
+from noria.config import RunConfig, ServerConfig, load_toml, parse
 from noria.errors import ConfigError
-from noria.report.plan import DEMO_RUNS, demo_plan, train_plan
+from noria.report.plan import DEMO_RUNS, demo_plan, server_for, train_plan
 
 ROOT = Path(__file__).parents[1]
+RUN = {"base": "tiny", "environment": {"name": "addition"}, "algorithm": {"steps": 3}}
 
 
 def toml_files() -> list[Path]:
@@ -62,10 +65,42 @@ def test_without_a_server_file_the_server_fits_its_runs(tmp_path: Path) -> None:
     files = [run_file(tmp_path, f"r{i}", rank=64 if i == 3 else 4) for i in range(12)]
     plan = train_plan(files)
     assert plan.server.base == "tiny"
-    assert plan.server.learner.max_rank == 64
+    assert plan.server.learner.rank_classes == (8, 128)
     assert plan.server.learner.num_slots == 12
     assert plan.server.sampler.num_slots > 2 * 12
     assert {run.folder for run in plan.runs} == {tmp_path}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "classes"),
+    [
+        ((1,), (8,)),
+        ((16,), (32,)),
+        ((4, 8, 5), (8,)),
+        ((8, 9), (8, 32)),
+        ((33, 128), (128,)),
+        ((8, 64, 32, 128), (8, 32, 128)),
+        ((200, 8), (8, 200)),
+    ],
+)
+def test_a_server_has_the_canonical_rank_classes_that_its_runs_need(tmp_path: Path, ranks: tuple[int, ...], classes: tuple[int, ...]) -> None:
+    plan = train_plan([run_file(tmp_path, f"r{i}", rank=rank) for i, rank in enumerate(ranks)])
+    assert plan.server.learner.rank_classes == classes
+
+
+@given(rank=st.integers(1, 256), others=st.lists(st.integers(1, 256), max_size=6))
+def test_a_runs_rank_class_does_not_depend_on_other_runs(rank: int, others: list[int]) -> None:
+    configs = [parse(RUN | {"name": f"r{i}", "adapter": {"rank": each}}, RunConfig, source="test") for i, each in enumerate([rank, *others])]
+    assert server_for(configs).learner.class_of(rank) == server_for(configs[:1]).learner.class_of(rank)
+
+
+def test_a_server_has_room_for_the_top_modules_that_a_run_trains_and_for_no_other(tmp_path: Path) -> None:
+    plain, head = run_file(tmp_path, "plain"), run_file(tmp_path, "head", more="train_unembed = true\n")
+    critic = run_file(tmp_path, "critic")
+    critic.write_text(critic.read_text(encoding="utf-8").replace("steps = 3", 'steps = 3\nloss = "ppo_critic"'), encoding="utf-8")
+    for files, room in (((plain,), (False, False)), ((plain, head), (True, False)), ((critic, plain), (False, True))):
+        learner = train_plan(files).server.learner
+        assert (learner.has_unembed, learner.has_values) == room
 
 
 def test_a_server_file_is_taken_as_it_is(tmp_path: Path) -> None:

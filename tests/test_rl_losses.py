@@ -1,301 +1,335 @@
-"""Losses: against the formulas episode by episode, finite at the extremes, honest about NaN, and blind to neighbours."""
+"""Losses: against the formulas token by token, finite at the extremes, honest about NaN and about what they read, for every kind and correction."""
 
 import dataclasses
-from collections.abc import Sequence
+import itertools
+import math
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
-from rl_batches import algorithm, forked_batch
+from loss_cases import CORRECTED, NUM_SLOTS, OPTIONAL, PLAIN, SPECS, arrays, batch, jitted, run, sequence
+from losses_reference import POLICY, Sequence_, Token, gradients
 
-from noria.rl.losses import LOSSES, LossInputs, LossMetrics, LossTable, cotangents, grpo_loss, loss_table, run_metrics
-from noria.rl.packing import ReadyRun, cut, pack, plan_microbatch, shapes_up_to
-from noria.rl.tree import build_tree
-from noria.types import LossSpec, Microbatch
+from noria.errors import InvalidRequestError
+from noria.rl.losses import LOSSES, fields_read, loss_table, resolved, run_metrics, scope_of
+from noria.types import LossSpec
 
-FREE = LossSpec(sequence_mask_c=0.0)
-jitted = jax.jit(cotangents)
-
-
-@dataclasses.dataclass
-class EpisodeCase:
-    """One episode of the tests: its slot, and per token (learner, behavior, advantage, weight)."""
-
-    slot: int
-    learner: Sequence[float]
-    behavior: Sequence[float]
-    advantage: float = 1.0
-    weight: float = 1.0
+every_loss = pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+every_kind = pytest.mark.parametrize("kind", LOSSES)
 
 
-def arrays(sequences: Sequence[EpisodeCase], num_entries: int) -> tuple[jax.Array, LossInputs]:
-    """Entries of the episodes one after another, padded with values that would poison any sum they leaked into."""
-    num = sum(len(s.learner) for s in sequences)
-    pad = (0, num_entries - num)
-
-    def column(values: list[float], padding: float, dtype: type = np.float32) -> jax.Array:
-        return jnp.asarray(np.pad(np.array(values, dtype), pad, constant_values=padding))
-
-    per_token = [(s, k) for s in sequences for k in range(len(s.learner))]
-    inputs = LossInputs(
-        behavior_logprobs_M=column([s.behavior[k] for s, k in per_token], np.nan),
-        advantage_M=column([s.advantage for s, _ in per_token], np.inf),
-        weight_M=column([s.weight for s, _ in per_token], 0.0),
-        sequence_M=column([e for e, s in enumerate(sequences) for _ in s.learner], num_entries - 1, np.int32),
-        slot_M=column([s.slot for s, _ in per_token], 0, np.int32),
-    )
-    return column([s.learner[k] for s, k in per_token], np.nan), inputs
+def plain(slot: int, learner: list[float], behavior: list[float], advantage: float = 1.0, **settings: float) -> Sequence_:
+    return Sequence_(slot, [Token(a, b, advantage, **settings) for a, b in zip(learner, behavior, strict=True)])
 
 
-def naive_cotangents(sequences: Sequence[EpisodeCase], specs: dict[int, LossSpec]) -> list[float]:
-    """-w A min(exp(learner - behavior), C), or 0 for an episode out of the geometric bounds, in float64, token by token; -w A of cross-entropy."""
-    result = []
-    for s in sequences:
-        spec = specs[s.slot]
-        if spec.kind == "cross_entropy":
-            result += [-s.weight * s.advantage] * len(s.learner)
+EVERYTHING = SPECS | CORRECTED
+
+
+@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.filter_too_much])
+@given(st.integers(0, 2**32 - 1), st.integers(0, 12), st.sets(st.sampled_from(list(EVERYTHING)), min_size=1, max_size=NUM_SLOTS - 1))
+def test_cotangents_of_any_mixture_are_those_of_each_runs_own_formula(seed, num_sequences, names):
+    specs = {slot: EVERYTHING[name] for slot, name in enumerate(sorted(names))}
+    sequences = batch(np.random.default_rng(seed), specs, num_sequences)
+    borders: list[float] = []
+    want = gradients(sequences, specs, borders)
+    assume(min(borders, default=1.0) > 1e-5)
+    got, sums = run(sequences, specs, 256)
+    np.testing.assert_allclose(got.d_learner_logprobs_M, [g.d_th for g in want], rtol=1e-5, atol=2e-6)
+    np.testing.assert_allclose(got.d_entropy_M, [g.d_entropy for g in want], rtol=1e-6)
+    np.testing.assert_allclose(got.d_value_M, [g.d_value for g in want], rtol=1e-5, atol=1e-6)
+    owner = [s.slot for s in sequences for _ in s.tokens]
+    for slot in specs:
+        losses = [g.loss for g, o in zip(want, owner, strict=True) if o == slot]
+        np.testing.assert_allclose(sums.loss_A[slot], sum(losses), rtol=1e-5, atol=1e-5 * (1 + sum(map(abs, losses))))
+
+
+@pytest.mark.parametrize("spec", EVERYTHING.values(), ids=EVERYTHING)
+def test_each_loss_equals_its_formula(spec):
+    for seed in range(2):
+        sequences = batch(np.random.default_rng(seed), {0: spec}, 8, 12)
+        borders: list[float] = []
+        want = gradients(sequences, {0: spec}, borders)
+        if min(borders, default=1.0) < 1e-5:
             continue
-        log_ratios = [float(np.clip(a - b, -20, 20)) for a, b in zip(s.learner, s.behavior, strict=True)]
-        mean = sum(log_ratios) / max(len(log_ratios), 1)
-        is_masked = spec.sequence_mask_c > 0 and abs(mean) > np.log(spec.sequence_mask_c)
-        result += [0.0 if is_masked else -s.weight * s.advantage * min(np.exp(x), spec.tis_cap) for x in log_ratios]
-    return result
+        got, _ = run(sequences, {0: spec})
+        assert np.abs(got.d_learner_logprobs_M).max() > 0
+        np.testing.assert_allclose(got.d_learner_logprobs_M, [g.d_th for g in want], rtol=1e-5, atol=2e-6)
+        np.testing.assert_allclose(got.d_value_M, [g.d_value for g in want], rtol=1e-5, atol=1e-6)
 
 
-def run(sequences: Sequence[EpisodeCase], specs: dict[int, LossSpec], num_entries: int = 64) -> tuple[np.ndarray, LossMetrics]:
-    learner_M, inputs = arrays(sequences, num_entries)
-    cotangent_M, metrics = jitted(learner_M, jnp.ones(num_entries), inputs, loss_table(specs, 5))
-    num = sum(len(s.learner) for s in sequences)
-    assert not np.asarray(cotangent_M)[num:].any(), "padding has a cotangent"
-    assert all(np.isfinite(m[4]).all() for m in metrics), "padding leaked into another slot"
-    return np.asarray(cotangent_M)[:num], metrics
+@pytest.mark.parametrize("spec", CORRECTED.values(), ids=CORRECTED)
+def test_every_correction_changes_something_and_none_is_the_loss_itself(spec):
+    sequences = batch(np.random.default_rng(1), {0: spec}, 12, 8)
+    got, _ = run(sequences, {0: spec})
+    bare, _ = run(sequences, {0: dataclasses.replace(CORRECTED[f"{spec.kind}+none"])})
+    is_same = got.d_learner_logprobs_M.tobytes() == bare.d_learner_logprobs_M.tobytes()
+    assert is_same == (spec == CORRECTED[f"{spec.kind}+none"])
 
 
-logprobs = st.lists(st.floats(-30, 0, width=32), min_size=0, max_size=12)
+def test_the_ratio_and_its_truncation_are_never_multiplied():
+    """exp(learner - behavior) = 3 under a cap of 2 trains with 2 in every loss that weighs by a ratio, and not with 6."""
+    far = plain(0, [-1.0 + math.log(3.0)], [-1.0])
+    for kind in ("grpo", "importance_sampling", "stable_reinforce"):
+        got, _ = run([far], {0: LossSpec(kind=kind, tis_cap=2.0, sequence_mask_c=0.0)})
+        assert got.d_learner_logprobs_M[0] == pytest.approx(-2.0, rel=1e-6)
+    for kind in ("ppo", "cispo", "gspo", "ppo_critic"):
+        got, _ = run([far], {0: LossSpec(kind=kind, tis_cap=2.0, clip_high=10.0)})
+        assert got.d_learner_logprobs_M[0] == pytest.approx(-2.0, rel=1e-6)
 
 
-@st.composite
-def sequences(draw: st.DrawFn) -> list[EpisodeCase]:
-    result = []
-    for _ in range(draw(st.integers(0, 5))):
-        behavior = draw(logprobs)
-        shift = draw(st.sampled_from([0.0, 0.01, -0.15, 0.5, -30.0]))
-        noise = draw(st.lists(st.floats(-1, 1, width=32), min_size=len(behavior), max_size=len(behavior)))
-        learner = [b + shift + 0.1 * n for b, n in zip(behavior, noise, strict=True)]
-        result.append(
-            EpisodeCase(draw(st.integers(0, 3)), learner, behavior, draw(st.floats(-3, 3, width=32)), draw(st.sampled_from([1.0, 1 / 3, 1e-6])))
-        )
-    return result
+@pytest.mark.parametrize("kind", [kind for kind, loss in LOSSES.items() if loss.is_clipped])
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+def test_a_clip_that_is_computed_is_read(kind, advantage):
+    """A ratio far outside its bounds, in the direction that the advantage pushes, has a bounded gradient, or none."""
+    learner = -1.0 + advantage * 0.9
+    tight, wide = (LossSpec(kind=kind, clip_low=c, clip_high=c, tis_cap=0.0, sequence_mask_c=0.0, proximal_lag=5) for c in (0.01, 100.0))
+    one = plain(0, [learner], [-1.0], advantage, staleness=1)
+    (clipped, sums), (free, _) = run([one], {0: tight}), run([one], {0: wide})
+    assert abs(free.d_learner_logprobs_M[0]) == pytest.approx(math.exp(learner + 1.0), rel=1e-5)
+    assert abs(clipped.d_learner_logprobs_M[0]) == pytest.approx(1 + 0.01 * advantage if kind == "cispo" else 0.0)
+    assert run_metrics(sums, 0, kind)["clipped_fraction"] == 1.0
 
 
-SPECS = {0: LossSpec(), 1: FREE, 2: LossSpec(clip_low=0.0, clip_high=0.0, tis_cap=1.0, sequence_mask_c=1.5), 3: LossSpec(kind="cross_entropy")}
+@every_loss
+def test_extreme_log_ratios_give_finite_results(spec):
+    for x, advantage, is_learner in itertools.product((1e4, -1e4), (0.0, 1.0, -1.0), (True, False)):
+        learner, behavior = (x, 0.0) if is_learner else (0.0, -x)
+        extreme = Token(learner, behavior, advantage, ref=behavior, value=1e4, old_value=-1e4, ret=1.0, staleness=2)
+        got, sums = run([Sequence_(0, [extreme, Token(-0.5, -0.5, advantage)])], {0: spec})
+        assert all(np.isfinite(d_M).all() for d_M in got)
+        assert all(np.isfinite(m).all() for m in sums)
+        if advantage == 0 and spec.kind != "dro" and not spec.kl_coeff:
+            assert not got.d_learner_logprobs_M.any()
+        if LOSSES[spec.kind].is_policy:  # the exported ratio is that of the exported log-ratio
+            metrics, clamped = run_metrics(sums, 0, spec.kind), max(-20.0, min(20.0, x))
+            assert metrics["mismatch_kl"] == pytest.approx(clamped**2 / 4)
+            assert metrics["ratio_mean"] == pytest.approx((math.exp(clamped) + 1) / 2, rel=1e-5)
 
 
-@settings(max_examples=150, deadline=None)
-@given(sequences())
-def test_cotangents_are_those_of_each_runs_own_loss(episodes):
-    for s in episodes:  # keep away from the mask's border, where rounding decides
-        mean = np.mean([np.clip(a - b, -20, 20) for a, b in zip(s.learner, s.behavior, strict=True)] or [0.0])
-        assume(all(abs(abs(mean) - np.log(c)) > 1e-4 for c in (1.2, 1.5)))
-    got, metrics = run(episodes, SPECS)
-    np.testing.assert_allclose(got, naive_cotangents(episodes, SPECS), rtol=2e-5, atol=1e-12)
-    for slot in SPECS:
-        mine = [s for s in episodes if s.slot == slot and len(s.learner)]
-        assert metrics.num_entries_A[slot] == sum(len(s.learner) for s in mine)
-        assert metrics.num_sequences_A[slot] == len(mine)
-        assert metrics.num_clipped_A[slot] == 0  # the ratio to the proximal policy is 1
+@pytest.mark.parametrize("log_ratio", [3e38, -3e38])
+@every_kind
+def test_log_ratios_beyond_float32_are_clamped(log_ratio, kind):
+    got, _ = run([plain(0, [-0.5, -0.5], [-log_ratio, -0.5])], {0: PLAIN[kind]})
+    assert all(np.isfinite(d_M).all() for d_M in got)
 
 
-def test_the_gradient_is_that_of_the_written_loss_with_the_clip_at_work():
-    rng = np.random.default_rng(0)
-    episodes = [EpisodeCase(k % 3, rng.uniform(-3, 0, 12).tolist(), rng.uniform(-3, 0, 12).tolist(), (-1.0) ** k, 0.1) for k in range(5)]
-    learner_M, inputs = arrays(episodes, 64)
-    table = {k: jnp.asarray(v) for k, v in loss_table({s: dataclasses.replace(SPECS[s], sequence_mask_c=0.0) for s in range(3)}, 4).items()}
-    proximal_M = learner_M + jnp.asarray(rng.uniform(-0.5, 0.5, 64), jnp.float32)
-
-    def per_entry(th_M: jax.Array) -> jax.Array:
-        return grpo_loss(th_M, proximal_M, inputs, table).loss_M
-
-    gradient_M = jax.grad(lambda th_M: per_entry(th_M).sum())(learner_M)
-    step = 2.0**-10
-    finite_M = (per_entry(learner_M + step) - per_entry(learner_M - step)) / (2 * step)
-    np.testing.assert_allclose(gradient_M[:60], finite_M[:60], atol=2e-4)
-    terms = grpo_loss(learner_M, proximal_M, inputs, table)
-    assert 5 < int(terms.is_clipped_M.sum()) < 55
-    for m in range(60):
-        spec = SPECS[int(inputs.slot_M[m])]
-        u = float(np.exp(learner_M[m] - proximal_M[m]))
-        w = min(float(np.exp(proximal_M[m] - inputs.behavior_logprobs_M[m])), spec.tis_cap)
-        a = float(inputs.advantage_M[m])
-        expected = -0.1 * w * min(u * a, float(np.clip(u, 1 - spec.clip_low, 1 + spec.clip_high)) * a)
-        assert float(terms.loss_M[m]) == pytest.approx(expected, rel=1e-5)
-        assert (float(gradient_M[m]) == 0.0) == bool(terms.is_clipped_M[m])
+FIELD = {"ref": "reference_logprobs_M", "value": "value_M", "old_value": "behavior_values_M", "ret": "returns_M", "entropy": "entropy_M"}
 
 
-@pytest.mark.parametrize("log_ratio", [1e4, -1e4, 3e38, -3e38])
-@pytest.mark.parametrize("advantage", [0.0, 1.0, -1.0])
-@pytest.mark.parametrize("spec", SPECS.values())
-def test_extreme_log_ratios_give_finite_results(log_ratio, advantage, spec):
-    got, metrics = run([EpisodeCase(0, [log_ratio, -0.5], [0.0, -0.5], advantage)], {0: spec})
-    assert np.isfinite(got).all()
-    assert all(np.isfinite(m).all() for m in metrics)
-    if advantage == 0:
-        assert not got.any()
+@every_loss
+def test_a_nan_that_is_read_surfaces_and_stays_in_its_run(spec):
+    read_names = {"th", "advantage", "weight", *(name for name, field in FIELD.items() if field in fields_read(spec))}
+    if LOSSES[spec.kind].is_policy:
+        read_names.add("mu")
+    clean, _ = run([*sequence_pair(0), *sequence_pair(1)], {0: spec, 1: spec})
+    for name in ("th", "mu", "advantage", "weight", *FIELD):
+        good, bad = sequence_pair(1), sequence_pair(0)
+        setattr(bad[0].tokens[1], name, math.nan)
+        got, sums = run([*bad, *good], {0: spec, 1: spec})
+        assert [d_M[6:].tobytes() for d_M in got] == [d_M[6:].tobytes() for d_M in clean], f"{name} leaked"
+        assert np.isfinite(sums.loss_A[1])
+        assert any(np.isnan(d_M[1]) for d_M in got) == (name in read_names), name
+        assert bool(np.isnan(sums.loss_A[0])) == (name in read_names), name
 
 
-@pytest.mark.parametrize(
-    ("spec", "field"),
-    [(spec, f) for spec in SPECS.values() for f in ("learner", "behavior", "advantage", "weight") if (spec.kind, f) != ("cross_entropy", "behavior")],
-)
-def test_a_nan_that_trains_surfaces_and_stays_in_its_episode(spec, field):
-    good = EpisodeCase(1, [-1.0, -2.0], [-1.0, -2.0])
-    bad = EpisodeCase(0, [-1.0, -2.0], [-1.0, -2.0])
-    setattr(bad, field, [-1.0, np.nan] if field in ("learner", "behavior") else np.nan)
-    got, metrics = run([bad, good], {0: spec, 1: spec})
-    assert np.isnan(got[1])
-    assert got[2:].tolist() == [-1.0, -1.0]
-    assert np.isnan(metrics.loss_A[0])
-    assert metrics.loss_A[1] == (3.0 if spec.kind == "cross_entropy" else -2.0)
+def sequence_pair(slot: int) -> list[Sequence_]:
+    """Both sides of a pair whose log-ratios are 0."""
+    return [Sequence_(slot, [Token(-1.0, -1.0, side, ref=-1.5, value=0.5, old_value=0.45, ret=1.0) for _ in range(3)], slot) for side in (1.0, -1.0)]
+
+
+@pytest.mark.parametrize("spec", CORRECTED.values(), ids=CORRECTED)
+def test_a_nan_of_a_dropped_token_surfaces_as_well(spec):
+    far = Sequence_(0, [Token(-0.1, -9.0, math.nan, ref=-1.0) for _ in range(3)])
+    got, _ = run([far], {0: spec})
+    assert np.isnan(got.d_learner_logprobs_M).all()
 
 
 @pytest.mark.parametrize("length", [300, 30_000])
-def test_a_long_episode_of_constant_ratio_neither_under_nor_overflows(length):
-    episode = EpisodeCase(0, [-1.0 + np.log(0.7)] * length, [-1.0] * length)
-    for spec, expected in ((FREE, -0.7), (LossSpec(sequence_mask_c=1.5), -0.7), (LossSpec(sequence_mask_c=1.2), 0.0)):
-        got, metrics = run([episode], {0: spec}, num_entries=32_768)
-        np.testing.assert_allclose(got, expected, rtol=1e-5)
-        summary = run_metrics(metrics, 0, "grpo")
-        assert summary["ratio_mean"] == pytest.approx(0.7, rel=1e-2)
-        assert summary["masked_sequence_fraction"] == (expected == 0)
+@every_kind
+def test_a_long_episode_of_constant_ratio_neither_under_nor_overflows(kind, length):
+    x = math.log(0.7)
+    tokens = [Token(-1.0 + x, -1.0, 1.0, ref=-1.0) for _ in range(length)]
+    spec = LossSpec(kind=kind, clip_low=0.9, clip_high=9.0, tis_cap=2.0, sequence_mask_c=1.5)
+    got, sums = run([Sequence_(0, tokens)], {0: spec}, 32_768)
+    expected = {"dro": -0.7 * (1 - 0.05 * x), "cross_entropy": -1.0, "linear": 1.0, "dpo": -0.1 / (1 + math.exp(max(0.1 * length * x, -700)))}
+    np.testing.assert_allclose(got.d_learner_logprobs_M, expected.get(kind, -0.7), rtol=1e-5)
+    metrics = run_metrics(sums, 0, kind)
+    assert all(math.isfinite(value) for value in metrics.values())
+    if kind == "dpo":
+        assert metrics["margin_mean"] == pytest.approx(0.1 * length * float(np.float32(-1.0 + x) + 1), rel=1e-6), "a sum of 30,000 terms is exact"
+    if kind in POLICY:
+        got, sums = run([Sequence_(0, tokens)], {0: dataclasses.replace(spec, sequence_mask_c=1.2)}, 32_768)
+        assert not got.d_learner_logprobs_M.any()
+        assert run_metrics(sums, 0, kind)["masked_sequence_fraction"] == 1.0
 
 
-def test_the_sequence_mask_judges_each_episode_by_its_own_mean():
-    kept = EpisodeCase(0, [-1.0, -1.3, -0.7], [-1.0, -1.0, -1.0])
-    masked = EpisodeCase(0, [-1.0, -1.6], [-1.0, -1.0])
-    unmasked = dataclasses.replace(masked, slot=1)
-    got, metrics = run([kept, masked, unmasked], {0: LossSpec(sequence_mask_c=1.2), 1: FREE})
-    assert got[3:5].tolist() == [0.0, 0.0]
-    assert (got[:3] < 0).all()
-    assert (got[5:] < 0).all()
-    assert run_metrics(metrics, 0, "grpo")["masked_sequence_fraction"] == 0.5
-    assert run_metrics(metrics, 1, "grpo")["masked_sequence_fraction"] == 0.0
+@every_loss
+def test_what_does_not_train_changes_nothing(spec):
+    """A fully masked row leaves the loss and every gradient as they are, bit for bit; a batch of nothing else costs 0."""
+    rng = np.random.default_rng(5)
+    row, masked = batch(rng, {0: spec}, 5), sequence(rng, 0, 6, pair=0)
+    for t in masked.tokens:
+        t.weight, t.mu, t.ref, t.advantage = 0.0, math.nan, math.inf, math.nan
+    alone, sums = run(row, {0: spec})
+    beside, more = run([masked, *row], {0: spec})
+    assert [d_M[6:].tobytes() for d_M in beside] == [d_M.tobytes() for d_M in alone]
+    assert not any(d_M[:6].any() for d_M in beside)
+    assert all(np.asarray(a).tobytes() == np.asarray(b).tobytes() for a, b in zip(sums, more, strict=True))
+    nothing, none = run([masked], {0: spec})
+    assert not any(d_M.any() for d_M in nothing)
+    assert not any(np.asarray(m).any() for m in none)
 
 
-def test_metrics_are_the_runs_own_means():
-    log_ratios = np.array([0.0, np.log(3.0), -np.log(2.0)])
-    one = EpisodeCase(2, (log_ratios - 1).tolist(), [-1.0] * 3, advantage=2.0, weight=0.25)
-    other = EpisodeCase(0, [-5.0], [-1.0], advantage=-1.0)
-    _, metrics = run([other, one], {0: FREE, 2: FREE})
-    expected = {
-        "loss": -0.25 * 2.0 * (1.0 + 2.0 + 0.5),
-        "num_entries": 3.0,
-        "ratio_mean": (1 + 3 + 0.5) / 3,
-        "mismatch_kl": (log_ratios**2).mean() / 2,
-        "capped_fraction": 1 / 3,
-        "clipped_fraction": 0.0,
-        "masked_sequence_fraction": 0.0,
-        "entropy_mean": 1.0,
+@every_kind
+def test_sequences_and_batches_without_tokens_are_fine(kind):
+    for sequences in ([], [Sequence_(0, [])], [Sequence_(0, []), Sequence_(0, [Token(-1.0, -1.0)])]):
+        got, sums = run(sequences, {0: PLAIN[kind]})
+        assert all(np.isfinite(d_M).all() for d_M in got)
+        assert all(math.isfinite(value) for value in run_metrics(sums, 0, kind).values())
+        assert run_metrics(sums, 0, kind)["num_entries"] == sum(len(s.tokens) for s in sequences)
+
+
+@every_loss
+def test_a_loss_reads_what_it_says_and_nothing_else(spec):
+    sequences = batch(np.random.default_rng(3), {0: spec}, 6)
+    outputs, inputs = arrays(sequences, 128)
+    table = loss_table({0: spec}, NUM_SLOTS)
+    want, _ = jitted(outputs, inputs, table)
+    read = fields_read(spec)
+    assert read <= set(OPTIONAL)
+    rng = np.random.default_rng(4)
+    for name in OPTIONAL:
+        owner = outputs if name in outputs._fields else inputs
+        values = getattr(owner, name)
+        noise = rng.integers(0, 3, 128) if values.dtype == np.int32 else rng.normal(0, 1, 128)
+        other = owner._replace(**{name: (values + noise).astype(values.dtype)})
+        got, _ = jitted(other if owner is outputs else outputs, inputs if owner is outputs else other, table)
+        is_same = all(np.asarray(a).tobytes() == np.asarray(b).tobytes() for a, b in zip(got, want, strict=True))
+        if name == "entropy_M":
+            assert is_same, "the gradient of an entropy bonus does not depend on the entropy's value"
+        else:
+            assert is_same == (name not in read), name
+
+
+@every_loss
+def test_an_entrys_result_depends_on_its_scope_and_on_nothing_further(spec):
+    """Change one token: what changes lies in its scope, and where the scope is more than the token, others there do change."""
+    rng = np.random.default_rng(11)
+    sequences = [sequence(rng, 0, 5, pair=k // 2, side=(1.0, -1.0)[k % 2]) for k in range(6)]
+    before, _ = run(sequences, {0: spec})
+    sequences[2].tokens[1].th -= 4.0
+    sequences[2].tokens[1].is_outside = False
+    after, _ = run(sequences, {0: spec})
+    changed = {m for m in range(30) if any(a[m] != b[m] for a, b in zip(before, after, strict=True))}
+    token, whole, pair = {11}, set(range(10, 15)), set(range(10, 20))
+    allowed = {"token": token, "sequence": whole, "pair": pair, "batch": set(range(30))}[scope_of(spec)]
+    assert changed <= allowed
+    if LOSSES[spec.kind].scope == "pair":
+        assert changed == pair
+    if spec.kind == "gspo" and scope_of(spec) == "sequence":
+        assert changed - token
+
+
+def test_scopes_follow_the_settings():
+    assert {kind: scope_of(LossSpec(kind=kind, sequence_mask_c=0.0)) for kind in LOSSES} == {
+        **dict.fromkeys(LOSSES, "token"),
+        "gspo": "sequence",
+        "dpo": "pair",
     }
-    assert run_metrics(metrics, 2, "grpo") == pytest.approx(expected, rel=1e-6)
-    assert run_metrics(metrics, 1, "grpo") == dict.fromkeys(expected, 0.0)
+    assert scope_of(LossSpec()) == "sequence"
+    assert {scope_of(LossSpec(kind=kind, m2_cap=0.04)) for kind in POLICY} == {"batch"}
+    assert scope_of(LossSpec(kind="dpo", m2_cap=0.04, sequence_mask_c=1.2)) == "pair"
+    assert scope_of(LossSpec(kind="cross_entropy", m2_cap=0.04)) == "token"
 
 
-def test_metrics_of_cross_entropy_have_no_ratio():
-    one = EpisodeCase(3, [-2.0, -0.5, -1.0], [0.0] * 3, advantage=-3.0, weight=0.25)
-    _, metrics = run([EpisodeCase(0, [-5.0], [-1.0]), one], SPECS)
-    expected = {"loss": -0.25 * -3.0 * -3.5, "num_entries": 3.0, "entropy_mean": 1.0, "nll_mean": 3.5 / 3}
-    assert run_metrics(metrics, 3, "cross_entropy") == pytest.approx(expected, rel=1e-6)
-    assert run_metrics(metrics, 1, "cross_entropy") == dict.fromkeys(expected, 0.0)
+@pytest.mark.parametrize("value", [0.0, -0.0, 1.0, -1.5e-42, 1e-38, 3.4e38, 0.1, -7.0])
+def test_a_callers_cotangent_is_passed_on_bit_for_bit(value):
+    spec = LossSpec(kind="linear", kl_coeff=0.5, entropy_coeff=0.5)
+    got, _ = run([plain(0, [-1.0, -0.25], [math.nan, 3.0], value)], {0: spec})
+    assert got.d_learner_logprobs_M.tobytes() == np.full(2, value, np.float32).tobytes()
+    assert not got.d_entropy_M.any()
 
 
-def test_each_kinds_numbers_have_the_bits_of_its_loss_alone_beside_any_others():
-    rng = np.random.default_rng(0)
-    mixed = [EpisodeCase(k % 4, (-rng.uniform(0, 3, 12)).tolist(), (-rng.uniform(0, 3, 12)).tolist(), rng.normal(), 0.1) for k in range(5)]
-    learner_M, inputs = arrays(mixed, 64)
-    table = loss_table(SPECS, 4)
-    got_M, _ = jitted(learner_M, jnp.ones(64), inputs, table)
-    kind_M = np.asarray(table["kind"])[np.asarray(inputs.slot_M)]
-    for number, loss in enumerate(LOSSES.values()):
-        alone = jax.jit(jax.grad(lambda th_M, loss=loss: loss(th_M, jax.lax.stop_gradient(th_M), inputs, table).loss_M.sum()))(learner_M)
-        is_mine_M = (kind_M == number) & (np.arange(64) < 60)
-        assert is_mine_M.sum() >= 12
-        assert np.asarray(got_M)[is_mine_M].tobytes() == np.asarray(alone)[is_mine_M].tobytes()
+def test_the_sequence_mask_judges_each_sequence_by_its_own_mean():
+    kept = plain(0, [-1.0, -1.3, -0.7], [-1.0, -1.0, -1.0])
+    masked = plain(0, [-1.0, -1.6], [-1.0, -1.0])
+    unmasked = dataclasses.replace(masked, slot=1)
+    got, sums = run([kept, masked, unmasked], {0: LossSpec(sequence_mask_c=1.2), 1: LossSpec(sequence_mask_c=0.0)})
+    slope = got.d_learner_logprobs_M
+    assert slope[3:5].tolist() == [0.0, 0.0]
+    assert (slope[:3] < 0).all()
+    assert (slope[5:] < 0).all()
+    assert run_metrics(sums, 0, "grpo")["masked_sequence_fraction"] == 0.5
+    assert run_metrics(sums, 1, "grpo")["masked_sequence_fraction"] == 0.0
 
 
-@pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf, 3e38])
-def test_what_no_kind_reads_of_its_entries_cannot_leak_out_of_another_kind(poison):
-    """Cross-entropy has no behavior policy: whatever stands in its place, and whatever the other kinds would make of it."""
-    examples = EpisodeCase(3, [-1.0, -2.0], [poison, poison], advantage=2.0)
-    episode = EpisodeCase(1, [-1.0, -2.0], [-1.0, -2.0])
-    got, metrics = run([examples, episode], SPECS)
-    assert got.tolist() == [-2.0, -2.0, -1.0, -1.0]
-    assert all(np.isfinite(m).all() for m in metrics)
+def test_an_entry_outside_the_mean_trains_with_its_sequences_ratio():
+    tokens = [Token(-1.0, -1.0), Token(-1.0, -1.2), Token(-1.0, -9.0, is_outside=True)]
+    got, _ = run([Sequence_(0, tokens)], {0: LossSpec(kind="gspo", clip_low=0.5, clip_high=0.5)})
+    np.testing.assert_allclose(got.d_learner_logprobs_M, -math.exp(0.1), rtol=1e-6)
 
 
-def test_a_new_mixture_of_kinds_and_settings_compiles_nothing():
-    traces = []
-    counted = jax.jit(lambda *args: traces.append(1) or cotangents(*args))
-    for turn in range(4):
-        specs = {slot: SPECS[(slot + turn) % 4] for slot in range(4)}
-        learner_M, inputs = arrays([EpisodeCase(slot, [-1.0], [-1.0]) for slot in range(4)], 64)
-        counted(learner_M, jnp.ones(64), inputs, loss_table(specs, 4))
-    assert len(traces) == 1
+TINKER = {
+    "cross_entropy": (LossSpec(kind="cross_entropy"), lambda r, a, lp, q: -lp * a),
+    "importance_sampling": (LossSpec(kind="importance_sampling"), lambda r, a, lp, q: -r * a),
+    "ppo": (LossSpec(kind="ppo", clip_low=1 - 0.8, clip_high=1.2 - 1), lambda r, a, lp, q: -min(r * a, np.clip(r, 0.8, 1.2) * a)),
+    "cispo": (LossSpec(kind="cispo", clip_low=1 - 0.0, clip_high=4.0 - 1), lambda r, a, lp, q: -np.clip(r, 0.0, 4.0) * lp * a),
+    "dro": (LossSpec(kind="dro", beta=0.05), lambda r, a, lp, q: -(lp * a - 0.5 * 0.05 * (lp - q) ** 2)),
+}
 
 
-def learner_logprobs(batch: Microbatch) -> np.ndarray:
-    """Stand-in for a model: some function of the behavior log-prob and the target."""
-    e = batch.entries
-    return (e.behavior_logprobs_M + 0.3 * np.sin(e.target_M + e.behavior_logprobs_M)).astype(np.float32)
-
-
-def trained(batches: Sequence[Microbatch], slot: int, table: LossTable) -> tuple[np.ndarray, dict[str, float]]:
-    """A slot's cotangents over all passes, in order, and its metrics."""
-    parts, sums = [], None
-    for batch in batches:
-        e = batch.entries
-        inputs = LossInputs(e.behavior_logprobs_M, e.advantage_M, e.weight_M, e.sequence_M, batch.slot_M)
-        cotangent_M, metrics = jitted(learner_logprobs(batch), np.ones(len(e), np.float32), inputs, table)
-        parts.append(np.asarray(cotangent_M)[: batch.num_entries][batch.slot_M[: batch.num_entries] == slot])
-        sums = metrics if sums is None else jax.tree.map(jnp.add, sums, metrics)
-    assert sums is not None
-    return np.concatenate(parts), run_metrics(sums, slot, list(LOSSES)[table["kind"][slot]])
-
-
-@pytest.mark.parametrize("denominator", ["tokens", "episodes", "groups", "none"])
-def test_a_runs_cotangents_are_bit_equal_alone_split_and_beside_neighbours(denominator):
-    tree, _ = build_tree(forked_batch(8, 8, prompt=60), algorithm(denominator=denominator))
-    shapes = shapes_up_to(1024)
-    table = loss_table({1: LossSpec(sequence_mask_c=1.05), 2: FREE, 3: LossSpec(kind="cross_entropy")}, 4)
-    pieces = cut(tree, shapes[1])
-    assert len(pieces) >= 8
-    mine = ReadyRun("mine", 1, pieces)
-    others = [ReadyRun(f"other-{s}", s, cut(build_tree(forked_batch(1, seed=s), algorithm())[0], shapes[1])) for s in (2, 3)]
-
-    def passes(runs: list[ReadyRun], size: int) -> list[Microbatch]:
-        """Passes of at most `size` of the run's pieces."""
-        result = []
-        for start in range(0, len(pieces), size):
-            here = [dataclasses.replace(r, pieces=r.pieces[start : start + size]) if r.run_id == "mine" else r for r in runs]
-            result += [pack(plan_microbatch([r for r in here if r.pieces], shapes_up_to(4096), 4096))]
-        return result
-
-    whole, metrics = trained(passes([mine], len(pieces)), 1, table)
-    assert len(whole) == len(tree.entries)
-    assert (whole == 0).any()
-    assert (whole != 0).any()
-    for batches in (passes([mine], 1), passes([mine], 2), passes([mine], 8), passes([*others, mine], 2)):
-        split, split_metrics = trained(batches, 1, table)
-        assert split.tobytes() == whole.tobytes()
-        assert split_metrics == pytest.approx(metrics, rel=1e-5)
+@pytest.mark.parametrize("name", TINKER)
+def test_tinkers_losses_are_plain_sums_of_weight_one(name):
+    spec, loss = TINKER[name]
+    tokens = sequence(np.random.default_rng(2), 0, 40).tokens
+    for t in tokens:
+        t.weight = 1.0
+    _, sums = run([Sequence_(0, tokens)], {0: spec})
+    assert float(sums.loss_A[0]) == pytest.approx(sum(loss(math.exp(t.th - t.mu), t.advantage, t.th, t.mu) for t in tokens), rel=1e-5)
+    by_default, _ = run([Sequence_(0, tokens)], {0: LossSpec(kind=name)})
+    assert by_default.d_learner_logprobs_M.tobytes() == run([Sequence_(0, tokens)], {0: spec})[0].d_learner_logprobs_M.tobytes()
 
 
 def test_the_table_has_a_row_per_slot():
-    table = loss_table({1: LossSpec(0.1, 0.2, 3.0, 1.1, "cross_entropy")}, 3)
-    settings = ("clip_low", "clip_high", "tis_cap", "sequence_mask_c")
-    assert {k: v.dtype for k, v in table.items()} == {"kind": np.dtype(np.int32), **dict.fromkeys(settings, np.dtype(np.float32))}
-    assert [table[k][1].item() for k in settings] == pytest.approx([0.1, 0.2, 3.0, 1.1])
-    assert [table[k][0].item() for k in settings] == pytest.approx(list(dataclasses.astuple(LossSpec()))[:4])
+    table = loss_table({1: LossSpec(0.1, 0.2, 3.0, 1.1, "cross_entropy", beta=0.5)}, 3)
+    assert {k: v.dtype for k, v in table.items()} == {
+        **dict.fromkeys(table, np.dtype(np.float32)),
+        "kind": np.dtype(np.int32),
+        "kl_estimator": np.dtype(np.int32),
+    }
     assert table["kind"].tolist() == [0, 1, 0]
+    wanted = {"ratio_low": 0.9, "ratio_high": 1.2, "tis_cap": 3.0, "log_c": math.log(1.1), "beta": 0.5}
+    assert {k: table[k][1].item() for k in wanted} == pytest.approx(wanted)
+    assert (table["ratio_low"][0], table["ratio_high"][0], table["tis_cap"][0]) == (np.float32(0.8), np.float32(1.28), 2.0)
+    assert all(table[k][0] == np.inf for k in ("icepop_high", "m2_cap", "dppo_low", "dppo_high"))
+
+
+def test_defaults_are_those_of_each_kind_and_given_settings_win():
+    assert resolved(LossSpec()) == LossSpec(0.2, 0.28, 2.0, 1.2, beta=0.1, kl_estimator="k3")
+    assert resolved(LossSpec(kind="stable_reinforce")).tis_cap == 2.0
+    assert resolved(LossSpec(kind="stable_reinforce")).kl_estimator == "k2"
+    assert resolved(LossSpec(kind="gspo", clip_low=0.5)) == LossSpec(0.5, 4e-4, 0.0, 0.0, "gspo", beta=0.1, kl_estimator="k3")
+    assert resolved(LossSpec(tis_cap=0.0)).tis_cap == 0.0
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        LossSpec(kind="mse"),
+        LossSpec(sequence_mask_c=0.5),
+        LossSpec(clip_low=-0.1),
+        LossSpec(tis_cap=math.nan),
+        LossSpec(kl_coeff=math.inf),
+        LossSpec(kl_estimator="k4"),
+        LossSpec(m2_cap=-1.0),
+    ],
+)
+def test_a_spec_out_of_range_is_refused_by_name(spec):
+    with pytest.raises(InvalidRequestError, match=r"mse|sequence_mask_c|clip_low|tis_cap|kl_coeff|k4|m2_cap"):
+        loss_table({0: spec}, 2)
+
+
+def test_a_setting_that_is_no_number_is_refused():
+    with pytest.raises(ValueError, match="two"):
+        loss_table({0: LossSpec(tis_cap="two")}, 1)

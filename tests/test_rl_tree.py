@@ -11,7 +11,8 @@ from rl_batches import Trained, algorithm, batches, episode, forked_batch, group
 
 from noria.errors import InvalidRequestError
 from noria.rl.advantages import group_advantages
-from noria.rl.tree import build_tree, has_signal, trained_groups
+from noria.rl.credit import has_signal
+from noria.rl.tree import build_tree, trained_groups
 from noria.types import EpisodeGroup
 
 POLICIES = st.fixed_dictionaries(

@@ -1,14 +1,16 @@
 """Many runs' adapters on one base: each token by its own run's version, whatever is published, evicted or broken meanwhile."""
 
 import asyncio
+from dataclasses import replace
 
 import numpy as np
 import pytest
-from sampler_builders import RANK, adapter, engine, merged, prompt, reference_logprobs, request, run, tiny
+from sampler_builders import RANK, adapter, drive, engine, merged, prompt, reference_logprobs, request, run, tiny
 
 from noria.errors import InvalidRequestError, RequestCancelledError, RunFailedError, SlotsExhaustedError, StateConflictError, UnknownVersionError
-from noria.model.lora import checksum, module_sizes
+from noria.model.lora import HEAD, VALUE, checksum, module_sizes
 from noria.model.placement import place
+from noria.sampler.runner import Shapes
 
 
 def test_logprobs_are_those_of_merged_weights():
@@ -19,6 +21,86 @@ def test_logprobs_are_those_of_merged_weights():
     for n, (asked, completion) in enumerate(zip(requests, run(sampler, *requests), strict=True)):
         weights = merged(tiny()[1], adapter(n % 3), 0.25 * (n % 3 + 1))
         np.testing.assert_allclose(completion.behavior_logprobs, reference_logprobs(weights, asked.prompt_ids, completion, 1.0), atol=1e-4)
+
+
+TOPS = Shapes(lanes=(16,), rows=(4,), tops=(HEAD, VALUE))
+
+
+def test_an_adapted_unembedding_samples_as_merged_weights_beside_runs_without_one():
+    """Runs of other widths too: a slot has one width, narrower adapters are padded when they are published."""
+    sampler = engine(shapes=TOPS)
+    weights = {
+        "both": adapter(0, tops=(HEAD,)),
+        "critic": adapter(1, tops=(HEAD, VALUE)),
+        "plain": adapter(2),
+        "narrow": adapter(3, rank=2, tops=(HEAD,)),
+    }
+    for run_id, each in weights.items():
+        sampler.publish(run_id, 0, each, 0.5)
+    asked = [request(prompt(40, seed=n), run=run_id, max_tokens=10, seed=n, temperature=1.3) for n, run_id in enumerate([*weights, *weights])]
+    for one, completion in zip(asked, run(sampler, *asked), strict=True):
+        merged_weights = merged(tiny()[1], weights[one.run_id], 0.5)
+        np.testing.assert_allclose(completion.behavior_logprobs, reference_logprobs(merged_weights, one.prompt_ids, completion, 1.3), atol=1e-4)
+    with_head = reference_logprobs(merged(tiny()[1], weights["both"], 0.5), asked[0].prompt_ids, completion, 1.3)
+    without = reference_logprobs(merged(tiny()[1], weights["both"], 0.5) | {HEAD: tiny()[1]["embed"]}, asked[0].prompt_ids, completion, 1.3)
+    assert np.abs(np.array(with_head) - without).max() > 0.1, "an adapter of the unembedding that was left out would show"
+
+
+def test_a_run_with_an_adapted_unembedding_samples_the_same_bits_beside_others():
+    mine = [request(prompt(30, seed=n), run="mine", max_tokens=16, seed=n) for n in range(3)]
+    found = []
+    for others in ((), ("a", "b")):
+        sampler = engine(shapes=TOPS)
+        sampler.publish("mine", 0, adapter(0, tops=(HEAD,)), 1.0)
+        for number, run_id in enumerate(others):
+            broken = adapter(number + 1, tops=(HEAD,))
+            broken["b"][HEAD][:] = np.inf
+            sampler.publish(run_id, 0, adapter(number + 1) if run_id == "a" else broken, 1.0)
+        beside = [request(prompt(20, seed=9), run=run_id, tenant=run_id, max_tokens=12) for run_id in others if run_id == "a"]
+        failing = [request(prompt(20, seed=9), run=run_id, tenant=run_id, max_tokens=12) for run_id in others if run_id == "b"]
+        again = [replace(one, request_id=f"{one.request_id}/{len(others)}") for one in mine]
+        found.append(run_all(sampler, *again, *beside, *failing)[:3])
+    assert found[0] == found[1]
+
+
+def run_all(sampler, *requests):
+    """Completions, and errors in the place of those that failed."""
+
+    async def settled(asked):
+        try:
+            return await sampler.sample(asked)
+        except RunFailedError as error:
+            return error
+
+    async def main():
+        return await drive(sampler, *(settled(asked) for asked in requests))
+
+    return asyncio.run(main())
+
+
+@pytest.mark.parametrize("tops", [(), (HEAD,), (VALUE,), (HEAD, VALUE)])
+@pytest.mark.parametrize("rank", [2, RANK])
+def test_the_checksum_counts_top_modules_and_no_padding(tops, rank):
+    sampler, weights = engine(shapes=TOPS), adapter(3, rank=rank, tops=tops)
+    sampler.publish("a", 0, adapter(4, tops=(HEAD, VALUE)), 1.0)
+    sampler.publish("a", 1, weights, 1.0)
+    assert sampler.checksum("a", 1) == checksum(weights)
+    for module in tops:
+        weights["b"][module].view(np.uint32)[0, 1, 0] ^= np.uint32(1)
+        assert sampler.checksum("a", 1) != checksum(weights)
+
+
+def test_adapters_that_have_no_room_in_a_slot_are_refused():
+    sampler = engine()
+    refused = {
+        "set learner.has_unembed": adapter(0, tops=(HEAD,)),
+        "set learner.has_values": adapter(0, tops=(VALUE,)),
+        "its width is 8, the slots have 4": adapter(0, rank=8),
+    }
+    for match, weights in refused.items():
+        with pytest.raises(InvalidRequestError, match=match):
+            sampler.publish("a", 0, weights, 1.0)
+    assert sampler.num_free_slots == 7
 
 
 def test_a_publish_switches_the_version_between_tokens_and_aborts_nothing():

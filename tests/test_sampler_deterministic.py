@@ -5,12 +5,18 @@ Decode widths 8 and 64 have different bits on the tiny base (JAX 0.10 and 0.12),
 
 import asyncio
 import random
+from dataclasses import replace
 from functools import cache
 
+import jax
+import numpy as np
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from sampler_builders import FakeDevice, adapter, drive, engine, prompt, request, submit
+from sampler_builders import FakeDevice, adapter, drive, engine, prompt, request, run, submit, tiny
 
+from noria.model.lora import HEAD, MODULES, checksum, delta, host_shapes, module_sizes
+from noria.sampler.adapters import AdapterSlots, layer_deltas
 from noria.sampler.pages import PagePool
 from noria.sampler.runner import Shapes
 from noria.sampler.scheduler import Scheduler
@@ -123,3 +129,72 @@ def test_the_fixed_shape_is_one_of_the_closed_set():
         lanes, rows = shapes.fixed
         assert lanes in shapes.lanes
         assert rows in shapes.rows
+
+
+NARROW = Shapes(lanes=(16,), rows=(4,), tops=(HEAD,))
+NEIGHBOURS = {"rank 8": 8, "rank 20": 20, "rank 64": 64}
+
+
+def with_neighbours(rank_classes, neighbours):
+    """What "mine", of rank 4, is answered beside runs of these names, and the engine."""
+    sampler = engine(rank_classes=rank_classes, shapes=NARROW)
+    sampler.set_deterministic("mine", is_deterministic=True)
+    for seed, run_id in enumerate(("mine", *neighbours)):
+        sampler.publish(run_id, 0, adapter(seed, 0.1, rank=NEIGHBOURS.get(run_id, 4), tops=(HEAD,)), 0.5)
+    asked = [request(prompt(30 + n, seed=n), run="mine", max_tokens=12, seed=n) for n in range(5)]
+    asked += [request(prompt(25, seed=n), run=run_id, tenant=run_id, max_tokens=9, seed=n) for run_id in neighbours for n in range(3)]
+    answers = run(sampler, *asked)
+    return [(answer.sampled_ids, answer.behavior_logprobs) for answer in answers[:5]], sampler
+
+
+def test_a_deterministic_runs_completions_do_not_depend_on_the_ranks_of_others():
+    """Other rank classes compiled in, used or not, change no bit; and every version's bytes are the committed ones."""
+    expected, _ = with_neighbours((8,), [])
+    assert with_neighbours((8,), ["rank 8"])[0] == expected
+    for neighbours in ([], ["rank 64"], list(NEIGHBOURS)):
+        found, sampler = with_neighbours((8, 32, 128), neighbours)
+        assert found == expected, neighbours
+        for seed, run_id in enumerate(("mine", *neighbours)):
+            assert sampler.checksum(run_id, 0) == checksum(adapter(seed, 0.1, rank=NEIGHBOURS.get(run_id, 4), tops=(HEAD,)))
+
+
+def test_a_version_takes_the_bytes_of_its_own_class_only():
+    sampler = engine(rank_classes=(8, 32, 128), shapes=NARROW, num_slots=2)
+    for version, rank in enumerate((64, 4, 20, 8)):
+        sampler.publish("mine", version, adapter(version, rank=rank), 1.0)  # one slot, and another class each time
+        slots = sampler._runner._slots.arrays
+        assert [stack.layers[0]["a"]["q"].shape[-1] for stack in slots.stacks] == [8, 32, 128]
+        assert int(slots.class_A[1]) == {64: 2, 4: 0, 20: 1, 8: 0}[rank]
+        (found,) = run(sampler, request(prompt(20), run="mine", max_tokens=6))
+        alone = engine(rank_classes=(8, 32, 128), shapes=NARROW)
+        alone.publish("mine", version, adapter(version, rank=rank), 1.0)
+        (expected,) = run(alone, request(prompt(20), run="mine", max_tokens=6))
+        assert found == expected, "nothing of the versions before may be left"
+
+
+@pytest.mark.parametrize("others", [(), (64,), (20, 64)])
+def test_a_rows_delta_is_the_one_of_its_own_class_bit_for_bit(others):
+    """Sizes at which the widths 8, 32 and 128 have different bits. A neighbour's broken adapter stays its own; the base's rows are left alone."""
+    model = replace(tiny()[0], num_layers=1, hidden_size=576, intermediate_size=1536)
+    slots, ranks = AdapterSlots(model, 5, (8, 32, 128), ()), (4, *others)
+    rng = np.random.default_rng(0)
+    for slot, rank in enumerate(ranks, 1):
+        shapes = host_shapes(model, rank, ())
+        weights = {side: {m: rng.normal(0, 0.1, shape).astype(np.float32) for m, shape in shapes[side].items()} for side in shapes}
+        if slot == 1:
+            mine = weights
+        if rank == 64:
+            weights["b"]["q"][:] = np.nan
+        slots.write(slot, weights, 0.5)
+    slot_R = np.array([1, 0, len(ranks), 1], np.int32)
+    for module in ("q", "down", *MODULES[1:3]):
+        size_in, size_out = module_sizes(model)[module]
+        x, y = (rng.normal(0, 1, (4, 8, size)).astype(np.float32) for size in (size_in, size_out))
+        y[1] = -0.0
+        found = np.asarray(jax.jit(lambda slots, x, y, module=module: layer_deltas(slots, 0, slot_R).add(module, x, y))(slots.arrays, x, y))
+        a, b = np.zeros((4, size_in, 8), np.float32), np.zeros((4, 8, size_out), np.float32)
+        a[:, :, :4], b[:, :4] = mine["a"][module][0], mine["b"][module][0]
+        expected = y + np.asarray(jax.jit(delta)(x, a, b, np.full(4, 0.5, np.float32)))
+        assert found[[0, 3]].tobytes() == expected[[0, 3]].tobytes(), module
+        assert found[1].tobytes() == y[1].tobytes()
+        assert (found[2] != y[2]).any()

@@ -254,4 +254,4 @@ def test_nothing_compiles_after_warm_up():
 def test_a_context_longer_than_the_models_is_refused():
     model, _, base = tiny()
     with pytest.raises(ConfigError, match="2048"):
-        SamplerEngine(base, model, config(max_context=4096, num_pages=1024), max_rank=4, eos_id=2, spans=NoSpans())
+        SamplerEngine(base, model, config(max_context=4096, num_pages=1024), rank_classes=(4,), eos_id=2, spans=NoSpans())

@@ -18,7 +18,7 @@ def test_smollm2_answers_and_its_logprobs_are_those_of_a_full_forward_pass():
     placed = place(base.params)
     tokenizer = base.tokenizer
     shapes = Shapes(lanes=(16,), rows=(4,))
-    sampler = SamplerEngine(placed, base.config, config(), max_rank=8, eos_id=tokenizer.eos_id, spans=NoSpans(), shapes=shapes)
+    sampler = SamplerEngine(placed, base.config, config(), rank_classes=(8,), eos_id=tokenizer.eos_id, spans=NoSpans(), shapes=shapes)
     question = tokenizer.encode("The capital of France is")
     greedy, *others = run(
         sampler,

@@ -5,8 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from noria.config import AlgorithmConfig
+from noria.rl.credit import has_signal
 from noria.rl.packing import microbatch_shape
-from noria.rl.tree import build_tree, has_signal
+from noria.rl.tree import build_tree
 from noria.service.batch import prepare
 from noria.types import Completion, Episode, EpisodeGroup, Task, Turn
 

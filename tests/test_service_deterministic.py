@@ -37,7 +37,7 @@ truncated = "keep"
 zero_signal = "{zero_signal}"
 
 [adapter]
-rank = 4
+rank = {rank}
 learning_rate = 1e-2
 
 [actors]
@@ -91,15 +91,19 @@ def cache(tmp_path_factory):
 @pytest.mark.parametrize("zero_signal", ["skip", "resample"])
 def test_a_deterministic_run_has_one_curve_and_one_end_alone_beside_others_and_after_kills(tmp_path, cache, zero_signal):
     (tmp_path / "talk.py").write_text(ENVIRONMENT)
-    for name, steps in (("mine", STEPS), ("one", 10_000), ("two", 10_000), ("three", 10_000)):
-        is_mine = name == "mine"
-        text = RUN.format(name=name, steps=steps, deterministic=str(is_mine).lower(), staleness=int(not is_mine), zero_signal=zero_signal)
-        (tmp_path / f"{name}.toml").write_text(text)
+    for name, rank in {"mine": 4, "one": 4, "two": 8, "three": 64}.items():  # three: in a rank class of its own
+        write_run(tmp_path, name, rank, zero_signal)
     alone = outcome_of(tmp_path, cache, "alone", ["mine"])
     assert [row.version for row in alone["evaluations"]] == [0, 2, 4]
     assert len({tuple(sorted(step.items())) for step in alone["steps"]}) == STEPS
     assert outcome_of(tmp_path, cache, "beside", ["mine", "one", "two", "three"]) == alone
     assert outcome_of(tmp_path, cache, "killed", ["mine", "one"], num_kills=3) == alone
+
+
+def write_run(folder, name, rank, zero_signal):
+    is_mine = name == "mine"
+    choices = {"steps": STEPS if is_mine else 10_000, "deterministic": str(is_mine).lower(), "staleness": int(not is_mine)}
+    (folder / f"{name}.toml").write_text(RUN.format(name=name, rank=rank, zero_signal=zero_signal, **choices))
 
 
 def outcome_of(folder, cache, name, runs, *, num_kills=0):

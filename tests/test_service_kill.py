@@ -116,7 +116,7 @@ class Ledger:
             versions = [version for run, version in committed if run == name]
             assert versions == list(range(len(versions)))
             if versions:  # loading compares the bytes with the commit
-                VersionFiles(self.state_dir / "adapters").load(committed[name, versions[-1]], max_rank=16)
+                VersionFiles(self.state_dir / "adapters").load(committed[name, versions[-1]], width=16)
         self.committed, self.settled, self.evaluations = committed, settled, evaluations
 
     def run_until_killed(self, command, environment, rng):

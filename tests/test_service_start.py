@@ -12,10 +12,10 @@ from noria.errors import ConfigError, SlotsExhaustedError, StateConflictError
 from noria.service import store
 
 REFUSED = [
-    ({"adapter": {"rank": 16}}, {}, ConfigError, "class is 8"),
+    ({"adapter": {"rank": 16}}, {}, ConfigError, "rank classes"),
     ({"base": "smollm2-135m"}, {}, ConfigError, "base"),
-    ({}, {"learner": {"num_slots": 1}}, SlotsExhaustedError, "learner slots"),
-    ({"deadlines": {"publish_s": 2.0}}, {"sampler": {"num_slots": 2}}, SlotsExhaustedError, "no adapter slot is free"),
+    ({"adapter": {"train_unembed": True}}, {}, ConfigError, "has_unembed"),
+    ({"deadlines": {"publish_s": 4.0}}, {"sampler": {"num_slots": 2}}, SlotsExhaustedError, "no adapter slot is free"),
     ({}, {"sampler": {"max_context": 32}, "max_tokens": 32}, ConfigError, "no room for a prompt"),
 ]
 
@@ -45,14 +45,14 @@ def test_a_run_that_is_refused_leaves_nothing_behind(tmp_path, run, server, erro
 
 
 def test_a_resumed_run_that_is_refused_stays_as_it_was(tmp_path):
-    config = run_config(num_tasks=0)
+    config = run_config(num_tasks=0, deadlines={"publish_s": 4.0})
 
     async def finish():
         async with serving(tmp_path, (config, Letters)) as server:
             assert await server.finished() == {}
 
     async def refuse():
-        async with serving(tmp_path, (run_config("other", num_tasks=0, algorithm={"steps": 500}), Letters), learner={"num_slots": 1}) as server:
+        async with serving(tmp_path, (run_config("other", num_tasks=0, algorithm={"steps": 500}), Letters), sampler={"num_slots": 2}) as server:
             with pytest.raises(SlotsExhaustedError):
                 await add(server, config, resume=True)
             assert (await stored(server, store.find_run, "run")).status == store.FINISHED

@@ -16,7 +16,7 @@ from service_builders import Letters, add, reached, record_training, run_config,
 from noria.buffer.database import open_database
 from noria.config import RunConfig, SupervisedConfig, load_toml
 from noria.errors import DatasetError
-from noria.learner.learner import RunSpec
+from noria.learner.operations import RunSpec
 from noria.model.lora import checksum
 from noria.service import store
 from noria.service.supervised import SUPERVISED_LOSS, prepare_examples, supervised_metrics
@@ -169,9 +169,9 @@ def test_a_version_of_the_phase_can_be_made_again_from_the_one_before(tmp_path, 
             await add(server, config, folder=folder)
             assert await server.finished() == {}
             rows, stages = await versions(server), server.stages
-            before = stages.files.load(rows[1].record, stages.max_rank)
+            before = stages.files.load(rows[1].record, stages.width_of(config))
             batch = prepare_examples(await server.examples(config, folder=folder), config, 2, stages.shape)
-            stages.learner.load_run(RunSpec("replay", config.adapter.lora, config.optimizer, config.algorithm.loss), before)
+            stages.learner.load_run(RunSpec("replay", config.adapter.lora, config.optimizer, config.algorithm.loss_spec), before)
             training = stages.learner.train("replay", batch.pieces, loss=SUPERVISED_LOSS, optimizer=config.supervised_optimizer)
             result = await asyncio.wrap_future(training)
             assert checksum(result.state.params) == rows[2].record.checksum

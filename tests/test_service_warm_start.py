@@ -16,7 +16,7 @@ async def records(server, name):
 
 
 def exported(server, config, record, folder):
-    state = server.stages.files.load(record, server.stages.max_rank)
+    state = server.stages.files.load(record, server.stages.width_of(config))
     write_peft(folder, state.params, config.adapter.lora, server.base.config, base_name="tiny")
     return state
 
@@ -48,7 +48,7 @@ def test_a_run_starts_from_the_adapter_of_another_and_trains_on(tmp_path):
     asyncio.run(again())
 
 
-@pytest.mark.parametrize("change", [{"rank": 2}, {"alpha": 3.0}, {"train_mlp": False}, {"warm_start": "nowhere"}])
+@pytest.mark.parametrize("change", [{"rank": 2}, {"alpha": 3.0}, {"train_mlp": False}, {"train_unembed": True}, {"warm_start": "nowhere"}])
 def test_a_warm_start_that_does_not_fit_is_refused_and_leaves_nothing(tmp_path, change):
     first = run_config("first", num_tasks=0, algorithm={"steps": 0})
     warm = run_config("warm", num_tasks=0, adapter={"rank": 4, "warm_start": "first", **change})

@@ -7,7 +7,7 @@ from noria.envs.single_turn import SingleTurn
 
 SERVER = {
     "sampler": {"num_lanes": 32, "num_pages": 256, "max_context": 128},
-    "learner": {"max_positions": 256, "num_slots": 4, "max_rank": 8},
+    "learner": {"max_positions": 256, "num_slots": 4, "rank_classes": (8,)},
     "warm_up": False,
     "dtype": "float32",
     "keep_versions": 9,
@@ -24,7 +24,7 @@ max_context = 128
 [learner]
 max_positions = 256
 num_slots = 4
-max_rank = 8
+rank_classes = [8]
 """
 
 SECTIONS = {

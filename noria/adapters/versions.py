@@ -19,7 +19,7 @@ from safetensors.numpy import save_file
 
 from noria.errors import AdapterFileCorruptError, StateConflictError, UnknownVersionError
 from noria.model.durable import whole_folder
-from noria.model.lora import HEAD, MODULES, AdapterState, HostAdapter, checksum, resize_rank
+from noria.model.lora import MODULES, TOP_MODULES, AdapterState, HostAdapter, checksum, resize_rank
 from noria.types import AdapterVersion, FloatArray
 
 ADAPTER, MOMENTS = "adapter.safetensors", "moments.safetensors"
@@ -43,10 +43,10 @@ class VersionFiles:
             save_file(_flatten({"first.": first, "second.": second}), aside / MOMENTS, _metadata(record, record.moments_checksum))
         return record
 
-    def load(self, record: AdapterVersion, max_rank: int) -> AdapterState:
-        """A committed state, padded to the rank class.
+    def load(self, record: AdapterVersion, width: int) -> AdapterState:
+        """A committed state, padded to the width of its run's rank class, with the top modules that it was committed with.
 
-        Raises UnknownVersionError if it is no longer kept, StateConflictError if its rank is above the class, AdapterFileCorruptError if a file is
+        Raises UnknownVersionError if it is no longer kept, StateConflictError if its rank is above the width, AdapterFileCorruptError if a file is
         unreadable or anything in it is not what was committed: run, version, tensors, their shapes, types and bits.
         """
         folder = self._root / record.path
@@ -56,11 +56,11 @@ class VersionFiles:
         moments = _read(folder / MOMENTS, ("first.", "second."), _metadata(record, record.moments_checksum))
         first, second = _unflatten(moments, "first."), _unflatten(moments, "second.")
         rank = _common_rank(folder, (params, first, second))
-        if rank > max_rank:
-            raise StateConflictError(f"run {record.run_id} has rank {rank}, this server's class is {max_rank}: raise learner.max_rank")
+        if rank > width:
+            raise StateConflictError(f"version {record.version} of run {record.run_id} has rank {rank}, which does not fit in a width of {width}")
         _compare(folder / ADAPTER, checksum(params), record.checksum)
         _compare(folder / MOMENTS, _moments_checksum(first, second), record.moments_checksum)
-        return AdapterState(resize_rank(params, max_rank), resize_rank(first, max_rank), resize_rank(second, max_rank), record.version)
+        return AdapterState(resize_rank(params, width), resize_rank(first, width), resize_rank(second, width), record.version)
 
     def keep_only(self, run_id: str, versions: Iterable[int]) -> None:
         """Remove every version of the run that is not named: superseded ones, and what a crash left uncommitted."""
@@ -91,7 +91,7 @@ def _flatten(trees: dict[str, HostAdapter]) -> dict[str, FloatArray]:
 
 
 def _unflatten(tensors: dict[str, FloatArray], prefix: str) -> HostAdapter:
-    modules = [module for module in (*MODULES, HEAD) if f"{prefix}a.{module}" in tensors]
+    modules = [module for module in (*MODULES, *TOP_MODULES) if f"{prefix}a.{module}" in tensors]
     return {side: {module: tensors[f"{prefix}{side}.{module}"] for module in modules} for side in ("a", "b")}
 
 
@@ -107,7 +107,7 @@ def _read(path: Path, prefixes: tuple[str, ...], metadata: dict[str, str]) -> di
             if found != metadata:
                 raise AdapterFileCorruptError(f"{path} says that it is {found}, committed was {metadata}; it is another file, or damaged")
             names = set(file.keys())
-            expected = names_of(*MODULES) | (names_of(HEAD) if names & names_of(HEAD) else set())
+            expected = names_of(*MODULES, *(module for module in TOP_MODULES if names & names_of(module)))
             if names != expected:
                 raise AdapterFileCorruptError(f"{path} lacks tensors {sorted(expected - names)} and has unknown ones {sorted(names - expected)}")
             kinds = {file.get_slice(name).get_dtype() for name in names}

@@ -16,12 +16,12 @@ from noria.bench.ceiling import REPEATS, compare, head_matmul, layer_matmuls
 from noria.clock import RealClock
 from noria.config import SamplerConfig
 from noria.learner.optimizer import empty_state
-from noria.learner.step import ENTRY_CHUNK, loss_cotangents, loss_inputs, pull, score, to_device
+from noria.learner.step import Model, loss_cotangents, loss_inputs, pull, score, to_device
 from noria.model.placement import BaseParams, place
 from noria.model.weights import LoadedBase, load_base
 from noria.observe import SpanRecorder
 from noria.rl.losses import loss_table
-from noria.rl.packing import MicrobatchPlan, PlannedPiece, microbatch_shape, pack
+from noria.rl.packing import ENTRY_CHUNK, MicrobatchPlan, PlannedPiece, microbatch_shape, pack
 from noria.sampler.engine import SamplerEngine
 from noria.types import Entries, Piece, SampleRequest, SamplingParams
 
@@ -58,14 +58,14 @@ def _train(loaded: LoadedBase, base: BaseParams, positions: int) -> dict[str, An
     pieces = tuple(PlannedPiece("run", slot, 0, _sequence(length, config.vocab_size, seed=slot)) for slot in range(num_slots))
     microbatch = pack(MicrobatchPlan(microbatch_shape(positions), pieces))
     arrays, state = to_device(microbatch), empty_state(config, num_slots, RANK)
-    scale_A, table, inputs = jnp.ones(num_slots), loss_table({}, num_slots), loss_inputs(microbatch)
+    model, table, inputs = Model(base.stacked, state.params, jnp.ones(num_slots)), loss_table({}, num_slots), loss_inputs(microbatch)
     gradient = state.gradient
 
     def step() -> None:
         nonlocal gradient
-        outputs, residuals = score(base.stacked, state.params, scale_A, arrays, config)
-        cotangent_M, _ = loss_cotangents(outputs, inputs, table)
-        gradient = pull(base.stacked, state.params, scale_A, arrays, residuals, cotangent_M=cotangent_M, accumulators=gradient, config=config)
+        outputs, residuals = score(model, arrays, config)
+        cotangents, _ = loss_cotangents(outputs, inputs, table)
+        gradient = pull(model, arrays, residuals, cotangents, gradient, config=config)
         gradient["a"]["q"].block_until_ready()
 
     chunks = -(-microbatch.num_entries // ENTRY_CHUNK)
@@ -96,7 +96,7 @@ def _decode(loaded: LoadedBase, base: BaseParams, lanes: int) -> dict[str, Any]:
     config, num_tokens = loaded.config, 16
     settings = SamplerConfig(num_lanes=max(8, lanes), num_pages=512, max_context=128, steps_per_dispatch=num_tokens)
     eos_id = loaded.tokenizer.eos_id
-    sampler = SamplerEngine(base, config, settings, max_rank=RANK, eos_id=eos_id, spans=SpanRecorder(RealClock()))
+    sampler = SamplerEngine(base, config, settings, rank_classes=(RANK,), eos_id=eos_id, spans=SpanRecorder(RealClock()))
 
     async def sample_all(round_index: int) -> None:
         params = [SamplingParams(num_tokens, seed=round_index, sample_index=lane) for lane in range(lanes)]

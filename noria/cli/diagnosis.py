@@ -4,17 +4,31 @@ import os
 import sys
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from noria.cli.frame import DEFAULT_STATE_DIR, FAILED, Json, RunName, ServerFile, StateDir, logging_to, refusals, show
+from noria.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
 
 
 class Bench(StrEnum):
     """What `noria bench` can measure."""
 
     STEP = "step"
+    REPLAY = "replay"
+    PACKING = "packing"
+    ADAPTERS = "adapters"
+    CONVERGENCE = "convergence"
+
+
+class Peer(StrEnum):
+    """What `noria bench replay` can be compared with."""
+
+    PEFT = "peft"
 
 
 def check(
@@ -82,16 +96,43 @@ def debug_step(
 def bench(
     *,
     name: Annotated[
-        Bench, typer.Argument(metavar="WHAT", help="What to measure: `step`, a training and a decode step against their matrix products.")
+        Bench,
+        typer.Argument(
+            metavar="WHAT",
+            help="`step`: a training and a decode step against their matrix products. `replay`: shared prefixes against the same rows unshared "
+            "(speed, gradients, memory). `packing`: padding and programs under a stream of batches. `adapters`: 32 runs in one stream against one "
+            "after another. `convergence`: learning curves of shared and unshared gradients, and of stale data.",
+        ),
     ],
+    peer: Annotated[
+        Peer | None, typer.Option(metavar="PEER", help="With `replay`: measure against another system in turn. `peft`: torch and PEFT, in .venv-ref.")
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Tiny sizes, that only show that it runs; the result says so.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Measure noria on this machine; every ratio is taken in one run. Minutes."""
-    with refusals():
-        from noria.bench.step import measure, table
+    """Measure noria on this machine; every ratio is taken in one run, and a missed bar is a result like any other. Minutes.
 
-        result = {Bench.STEP: measure}[name]()
-        show(result, table(result), as_json=as_json)
+    With --json the last line is one JSON object with all values and, under `bars`, what is asked of them and whether it is met.
+    """
+    with refusals():
+        if peer is not None and name is not Bench.REPLAY:
+            raise ConfigError(f"only `replay` is measured against a peer, not `{name}`: leave --peer out")
+        result, table = _measured(name, has_peer=peer is not None, quick=quick)
+        show(result, table, as_json=as_json)
+
+
+def _measured(name: Bench, *, has_peer: bool, quick: bool) -> tuple[dict[str, Any], "RenderableType"]:
+    """A bench's JSON object and its table."""
+    from importlib import import_module
+
+    if name is Bench.STEP:
+        from noria.bench import step
+
+        measured = step.measure("tiny" if quick else "smollm2-135m")
+        return measured, step.table(measured)
+    module = import_module(f"noria.bench.{'peers' if has_peer else name.value}")
+    report = module.measure(quick=quick)
+    return report.as_json(), module.table(report)
 
 
 def version() -> None:

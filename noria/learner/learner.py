@@ -1,118 +1,68 @@
 """The learner: continuous training batching of many runs on one resident base.
 
-    train(run, pieces) ──▶ inbox ──▶ jobs ──plan──▶ microbatch ──▶ score ──▶ cotangents ──▶ pull ──▶ ... ──▶ optimizer step of one run
-                                       (pieces of whichever runs are ready)        (one device dispatch per `step`)
+    forward_backward, optim_step, ... ──▶ inbox ──▶ each run's queue ──fair order──▶ microbatch ──▶ score ──▶ loss ──▶ pull
+    (any thread; a future each)                                   │                 (pieces of whichever runs are ready)
+                                                                  ├──▶ a visit of a walk, for a tree that fits in no microbatch
+                                                                  └──▶ a barrier: an optimizer step, load, save
 
-Each fixed-shape microbatch is filled with the pieces of whichever runs are ready; a run's optimizer step fires when its own batch is complete, and
-no run waits for another's batch. A run's pieces are executed in their canonical order, so its result does not depend on its neighbours. Loss and
-optimizer belong to the batch: arrays, so that runs with different ones share a pass, and a new mixture compiles nothing.
-The learner deliberately neither commits nor publishes: it hands the new state to whoever called `train`, and starts no further batch of that run
-until it is given one.
+Each fixed-shape microbatch is filled with the pieces of whichever runs are ready; an operation's future completes when its own entries are done, and
+no run waits for another's batch. A run's pieces are executed in their canonical order, so its result does not depend on its neighbours. Losses and
+optimizers are arrays: runs with different ones share a pass, and a new mixture compiles nothing. One `step` is one device dispatch, so that decoding
+goes between; a microbatch is pulled in the very next one, and in between no run changes its slot.
+The learner deliberately neither commits nor publishes: it hands results to whoever asked.
 """
 
-import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
-from typing import Any, final
+from pathlib import Path
+from typing import Any, TypeAlias, final
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from noria.config import LearnerConfig
-from noria.errors import (
-    GradientNotFiniteError,
-    InvalidRequestError,
-    SlotsExhaustedError,
-    StageStoppedError,
-    StateConflictError,
-    TreeTooLargeError,
+from noria.errors import AdapterFileCorruptError, GradientNotFiniteError, InvalidRequestError, StageStoppedError, StateConflictError
+from noria.learner.batches import BatchPlanner, Costs, PlannedBatch
+from noria.learner.executors import Job, Owners, Scored, Walk, check, score_microbatch, walk_blocks, warm_up_executors, whole_sizes, with_slots
+from noria.learner.inbox import Inbox, fail_future
+from noria.learner.operations import (
+    BatchResult,
+    EntryOutputs,
+    Forward,
+    ForwardBackward,
+    Load,
+    Operation,
+    OptimResult,
+    OptimStep,
+    RunSpec,
+    Save,
+    StepResult,
 )
-from noria.learner.optimizer import Hyperparameters, SlotState, apply_step, empty_state, hyperparameters, load_slot, read_slot
-from noria.learner.queue import FairOrder
-from noria.learner.step import Arrays, Residuals, loss_cotangents, loss_inputs, pull, score, to_device
+from noria.learner.optimizer import apply_step, hyperparameters, read_gradient
+from noria.learner.pace import Pace
+from noria.learner.queue import FairOrder, plan_pass
+from noria.learner.residency import Residency
+from noria.learner.run_queue import LEADING_JOBS, RunQueue
+from noria.learner.step import Model, counts_tiles, pull, score, to_device
 from noria.model.config import ModelConfig
-from noria.model.lora import AdapterState, misfit
+from noria.model.lora import AdapterState, HostAdapter
 from noria.protocols import Clock, Spans
-from noria.rl.losses import LossMetrics, LossTable, loss_table, run_metrics
-from noria.rl.packing import MicrobatchPlan, PlannedPiece, ReadyRun, pack, plan_microbatch, shapes_up_to
-from noria.types import TILE, Entries, FloatArray, Ids, LoraSpec, LossSpec, OptimizerSpec, Piece
+from noria.rl.losses import loss_table
+from noria.rl.packing import MicrobatchPlan, ReadyRun, pack, plan_microbatch, shapes_up_to
+from noria.types import Entries, FloatArray, Ids, LossSpec, OptimizerSpec, Piece, TokenTree
 
-_SCORED_RUN = "(score)"
-
-
-@dataclass(frozen=True, slots=True)
-class RunSpec:
-    """What the learner knows of a run. optimizer, loss: of its batches that bring none of their own. weight: its fair share relative to others."""
-
-    run_id: str
-    lora: LoraSpec
-    optimizer: OptimizerSpec
-    loss: LossSpec
-    weight: float = 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class StepResult:
-    """One optimizer step. state: the run's new state on the host. metrics: of the loss, additive ones already divided by their counts.
-
-    learning_rate: used by it. num_positions, num_entries: of the run's own pieces. device_s: device seconds of its microbatches (shared ones by
-    tiles) and its optimizer step.
-    """
-
-    run_id: str
-    state: AdapterState
-    grad_norm: float
-    learning_rate: float
-    metrics: Mapping[str, float]
-    num_positions: int
-    num_entries: int
-    device_s: float
-
-
-@dataclass(slots=True)
-class _Run:
-    spec: RunSpec
-    slot: int
-    hyper: Hyperparameters
-
-
-@dataclass(slots=True)
-class _Job:
-    """A run's batch: pieces before `next_piece` are planned, those before `num_pulled` have added their gradient."""
-
-    run: _Run
-    pieces: Sequence[Piece]
-    loss: LossSpec
-    hyper: Hyperparameters
-    future: "Future[StepResult]"
-    next_piece: int = 0
-    num_pulled: int = 0
-    device_s: float = 0.0
-    sums: LossMetrics | None = None
-
-    @property
-    def num_positions(self) -> int:
-        return sum(len(piece.ids_T) for piece in self.pieces)
-
-
-@dataclass(slots=True)
-class _Scored:
-    """A microbatch between score and pull."""
-
-    plan: MicrobatchPlan
-    arrays: Arrays
-    residuals: Residuals
-    cotangent_M: jax.Array
+AnyBatch: TypeAlias = PlannedBatch | TokenTree | Sequence[Piece]
+"""A batch: planned (`Learner.planner`), a tree, or pieces cut for this learner's largest microbatch."""
 
 
 @final
 class Learner:
-    """Owner of all trainable state. `load_run`, `unload_run`, `train`, `score_ids`: any thread. `has_work`, `step`, `fail`: the device thread.
+    """Owner of all training work. What submits: any thread. `has_work`, `step`, `fail`: the device thread.
 
-    wake: called after work has arrived. max_stall_s: the longest dispatch that the planner aims for, by the measured seconds per position.
+    wake: called after work has arrived. max_stall_s: the longest dispatch that the planner aims for, by the measured seconds per position. spill_dir:
+    a folder of its own for adapters that fit neither in slots nor in host memory.
     """
 
     def __init__(
@@ -125,322 +75,416 @@ class Learner:
         clock: Clock,
         wake: Callable[[], None],
         max_stall_s: float,
+        spill_dir: Path | None = None,
     ) -> None:
         self._params, self._config, self._settings = params, config, settings
-        self._spans, self._clock, self._wake, self._max_stall_s = spans, clock, wake, max_stall_s
-        self._shapes = shapes_up_to(settings.max_positions)
-        self._state: SlotState = empty_state(config, settings.num_slots, settings.max_rank)
-        self._scale_A = np.zeros(settings.num_slots, np.float32)
-        self._runs: dict[str, _Run] = {}
-        self._free_slots = list(range(settings.num_slots))
-        self._jobs: dict[str, _Job] = {}
+        self._spans, self._clock = spans, clock
+        self._shapes = shapes_up_to(settings.max_positions, is_counted=counts_tiles())
+        self._num_rows = LEADING_JOBS * settings.num_slots
+        self.planner = BatchPlanner(self._shapes[-1], settings.path_positions)
+        self._costs = Costs(config)
+        self._residency = Residency(config, settings, spill_dir=spill_dir)
+        self._queues: dict[str, RunQueue] = {}
+        self._busy: dict[str, RunQueue] = {}
         self._fair = FairOrder()
-        self._scored: _Scored | None = None
-        self._losses: LossTable = loss_table({}, settings.num_slots)
-        self._seconds_per_position = 0.0
-        self._seen_shapes: set[int] = set()
-        self._lock = threading.Lock()
-        self._inbox: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
-        self._failure: BaseException | None = None
+        self._pace = Pace(max_stall_s, settings.max_quantum_s)
+        self._scored: Scored | None = None
+        self._walk: Walk | None = None
+        self._probes: deque[tuple[str, Ids, Future[FloatArray]]] = deque()
+        self._inbox = Inbox(wake)
+        self._num_groups = 0
         self.num_microbatches = 0
         self.positions_useful = 0
         self.positions_dispatched = 0
 
     def warm_up(self) -> None:
         """Compile every program of the closed set, before the first step and before any run is loaded. Seconds per shape for deep models."""
-        assert not self._runs, "warm up first"
-        config, settings = self._config, self._settings
-        for shape in self._shapes:
-            microbatch = pack(MicrobatchPlan(shape, (PlannedPiece(_SCORED_RUN, 0, 0, _sequence((0, 0))),)))
-            arrays, scale_A = to_device(microbatch), jnp.asarray(self._scale_A)
-            outputs, residuals = score(self._params, self._state.params, scale_A, arrays, config)
-            cotangent_M, _ = loss_cotangents(outputs, loss_inputs(microbatch), self._losses)
-            accumulators = self._state.gradient
-            gradient = pull(
-                self._params, self._state.params, scale_A, arrays, residuals, cotangent_M=cotangent_M, accumulators=accumulators, config=config
-            )
-            self._state = self._state._replace(gradient=jax.block_until_ready(gradient))
-            self._seen_shapes.add(shape.num_positions)
-        self._state, *_ = apply_step(self._state, jnp.int32(0), hyperparameters(OptimizerSpec(1.0)))
-        self._state = load_slot(self._state, 0, read_slot(self._state, 0))
-        self._state = empty_state(config, settings.num_slots, settings.max_rank)
+        assert not self._queues, "warm up first"
+        self._residency.warm_up()
+        for rank_class in self._settings.rank_classes:
+            gradient = self._residency.slots(rank_class).gradient
+            model, shapes = self._model(rank_class), self._shapes
+            gradient = warm_up_executors(model, gradient, self._config, shapes, num_rows=self._num_rows, path_positions=self._settings.path_positions)
+            state = self._residency.slots(rank_class)._replace(gradient=gradient)
+            self._residency.replace(rank_class, apply_step(state, jnp.int32(0), hyperparameters(OptimizerSpec(0.0)))[0])
+        self._pace.seen.update(shape.num_positions for shape in self._shapes)
 
     # ---- any thread -------------------------------------------------------------------------------------------------------------------
 
     def load_run(self, spec: RunSpec, state: AdapterState) -> "Future[None]":
-        """Give a run a slot and its state.
+        """Take a run in, with its state. It needs no free slot: idle runs make room.
 
-        The future raises SlotsExhaustedError, StateConflictError (loaded already, rank above the class, a state that is not one of this model).
+        The future raises StateConflictError (loaded already, rank above all classes, a state that is not one of this model).
         """
-        return self._post(lambda: self._load(spec, state))
+        return self._inbox.post(lambda: self._load(spec, state))
 
     def unload_run(self, run_id: str) -> "Future[None]":
-        """Free the run's slot; a batch of it that is under way is given up (its future raises StageStoppedError)."""
-        return self._post(lambda: self._unload(run_id))
+        """Forget the run; what it has under way is given up (the futures raise StageStoppedError)."""
+        return self._inbox.post(lambda: self._unload(run_id))
 
-    def train(
-        self, run_id: str, pieces: Sequence[Piece], *, loss: LossSpec | None = None, optimizer: OptimizerSpec | None = None
-    ) -> "Future[StepResult]":
-        """One optimizer step on a batch cut into pieces (`rl.packing.cut`). loss, optimizer: of this batch; None: the run's own.
+    def forward(self, run_id: str, batch: AnyBatch, loss: LossSpec | None = None, *, of_base: bool = False) -> "Future[BatchResult]":
+        """Score a batch. loss: None for the run's own; evaluated for its metrics. of_base: see `operations.Forward`.
 
-        The future raises InvalidRequestError (no entries, an unknown loss or schedule), TreeTooLargeError (a piece cut for a larger microbatch),
-        StateConflictError (unknown run, or its previous batch is unfinished), GradientNotFiniteError (the adapter stays as it was),
-        StageStoppedError.
+        The future raises InvalidRequestError (no entries, an unknown loss, one that reads what the batch lacks), TreeTooLargeError,
+        StateConflictError (unknown run), AdapterFileCorruptError (the run's state was on disk, and is damaged), StageStoppedError.
         """
-        future: Future[StepResult] = Future()
-        self._post(lambda: self._submit(run_id, pieces, future, loss=loss, optimizer=optimizer), future)
-        return future
+        return self._submit(run_id, lambda: self._planned(batch), lambda spec, planned: [Forward(planned, loss or spec.loss, of_base)])[0]
+
+    def forward_backward(
+        self, run_id: str, batch: AnyBatch, loss: LossSpec | None = None, *, cotangents: EntryOutputs | None = None
+    ) -> "Future[BatchResult]":
+        """Score a batch and add its gradient to the run's pending one. cotangents: by entry, in place of a loss's. The future raises as `forward`."""
+
+        def operations(spec: RunSpec, planned: PlannedBatch) -> list[Operation]:
+            return [ForwardBackward(planned, loss or spec.loss, cotangents)]
+
+        return self._submit(run_id, lambda: self._planned(batch), operations)[0]
+
+    def optim_step(self, run_id: str, optimizer: OptimizerSpec | None = None) -> "Future[OptimResult]":
+        """One optimizer step from all that was submitted before. optimizer: None for the run's own.
+
+        The future raises GradientNotFiniteError (the adapter stays as it was, the pending gradient is cleared), and as `forward`.
+        """
+        return self._submit(run_id, lambda: None, lambda spec, _: [OptimStep(optimizer or spec.optimizer)])[0]
+
+    def load(self, run_id: str, state: AdapterState) -> "Future[None]":
+        """Replace the run's state, in its turn. The future raises StateConflictError (unknown run, a state that is not one of this model)."""
+        return self._submit(run_id, lambda: None, lambda _spec, _: [Load(state)])[0]
+
+    def save(self, run_id: str) -> "Future[AdapterState]":
+        """The run's state after all that was submitted before. The future raises as `forward`."""
+        return self._submit(run_id, lambda: None, lambda _spec, _: [Save()])[0]
+
+    def train(self, run_id: str, batch: AnyBatch, *, loss: LossSpec | None = None, optimizer: OptimizerSpec | None = None) -> "Future[StepResult]":
+        """forward_backward, optim_step and save in one. The future raises what each of them raises."""
+
+        def operations(spec: RunSpec, planned: PlannedBatch) -> list[Operation]:
+            return [ForwardBackward(planned, loss or spec.loss), OptimStep(optimizer or spec.optimizer), Save()]
+
+        return _as_step(run_id, self._submit(run_id, lambda: self._planned(batch), operations, num_operations=3))
 
     def score_ids(self, run_id: str, ids: Ids) -> "Future[FloatArray]":
-        """learner_logprobs of ids[1:] given what precedes each, temperature 1, by the run's current adapter: float32 [len(ids) - 1].
+        """learner_logprobs of ids[1:] given what precedes each, temperature 1, by the run's adapter as it is now: float32 [len(ids) - 1]. Waits for
+        nothing that is queued.
 
         The future raises StateConflictError (unknown run), InvalidRequestError (fewer than 2 ids, ids outside the vocabulary), TreeTooLargeError.
         """
-        return self._post(lambda: self._score_ids(run_id, ids))
+        future: Future[FloatArray] = Future()
+        return self._inbox.post(lambda: self._add_probe(run_id, ids, future), future)
+
+    def pending_gradient(self, run_id: str) -> "Future[HostAdapter]":
+        """A copy of the gradient that the run's next optimizer step would take, as it is now. The future raises StateConflictError (unknown run)."""
+        return self._inbox.post(lambda: self._read_gradient(run_id))
 
     @property
     def has_work(self) -> bool:
         """Whether `step` would do something."""
-        return bool(self._inbox or self._jobs or self._scored)
+        return bool(self._inbox or self._busy or self._probes or self._scored)
 
     # ---- the device thread ------------------------------------------------------------------------------------------------------------
 
     def step(self) -> bool:
-        """One device dispatch: the pull of a scored microbatch, an optimizer step that is due, or the score of the next microbatch."""
-        did_work = self._drain_inbox()
+        """One device dispatch: the pull of a scored microbatch, a probe, a barrier that is due, or whatever is next in fair order."""
         if self._scored is not None:
             self._pull(self._scored)
-        elif due := next((job for job in self._jobs.values() if job.num_pulled == len(job.pieces)), None):
-            self._optimize(due)
-        elif self._jobs:
-            self._score()
+            return True
+        did_work = self._inbox.drain(lambda: self._residency.is_intact)
+        if self._probes:
+            self._probe(*self._probes.popleft())
+        elif due := next((queue for queue in self._busy.values() if queue.is_due), None):
+            self._barrier(due)
+        elif ready := [run_id for run_id, queue in self._busy.items() if not self._is_blocked(queue)]:
+            self._fair.quantum = self._pace.quantum_flops
+            self._next(self._fair.order(ready))
         else:
             return did_work
         return True
 
     def fail(self, error: BaseException) -> None:
         """Fail all work, now and later, with StageStoppedError from `error`."""
-        with self._lock:
-            self._failure = error
-            waiting: list[Future[Any]] = [future for _, future in self._inbox] + [job.future for job in self._jobs.values()]
-            self._inbox.clear()
-        self._jobs.clear()
-        self._scored = None
-        for future in waiting:
-            _fail_future(future, self._stopped())
+        self._inbox.close(error)
+        for *_, future in self._probes:
+            fail_future(future, self._inbox.stopped())
+        for queue in self._queues.values():
+            queue.fail(self._inbox.stopped())
+        self._probes.clear()
+        self._busy.clear()
+        self._scored = self._walk = None
 
-    def _stopped(self) -> StageStoppedError:
-        stopped = StageStoppedError(f"the learner has stopped: {self._failure}")
-        stopped.__cause__ = self._failure
-        return stopped
-
-    def _post(self, command: Callable[[], Any], future: "Future[Any] | None" = None) -> "Future[Any]":
-        future = Future() if future is None else future
-        future.set_running_or_notify_cancel()  # who stops waiting does not undo the work: from here on it cannot be cancelled
-        with self._lock:
-            if self._failure is not None:
-                future.set_exception(self._stopped())
-                return future
-            self._inbox.append((command, future))
-        self._wake()
-        return future
-
-    def _drain_inbox(self) -> bool:
-        """Run posted commands. A command that returns NotImplemented settles its future itself, later.
-
-        A command that raises fails its own future and nobody else's, unless it took the device's state with it: then the stage fails too.
-        """
-        did_work = False
-        while True:
-            with self._lock:
-                if not self._inbox:
-                    return did_work
-                command, future = self._inbox.popleft()
-            did_work = True
-            try:
-                result = command()
-            except Exception as error:  # whatever it is, it is this command's failure, recorded in its future
-                _fail_future(future, error)
-                if any(leaf.is_deleted() for leaf in jax.tree.leaves(self._state)):  # a device step failed after its inputs were donated
-                    raise
-            else:
-                if result is not NotImplemented and not future.done():
-                    future.set_result(result)
-
-    def _load(self, spec: RunSpec, state: AdapterState) -> None:
-        if spec.run_id in self._runs:
-            raise StateConflictError(f"run {spec.run_id} is loaded already")
-        if spec.lora.rank > self._settings.max_rank:
-            raise StateConflictError(
-                f"run {spec.run_id} has rank {spec.lora.rank}, this server's class is {self._settings.max_rank}: raise learner.max_rank"
-            )
-        for part, tree in zip(("adapter", "first moment", "second moment"), state[:3], strict=True):
-            if problem := misfit(tree, self._config, self._settings.max_rank):
-                raise StateConflictError(f"the {part} of run {spec.run_id} does not fit base {self._config.name}: {problem}")
-        if not self._free_slots:
-            raise SlotsExhaustedError(f"all {self._settings.num_slots} learner slots are taken: raise learner.num_slots or stop a run")
-        run = _Run(spec, self._free_slots[0], hyperparameters(spec.optimizer))
-        self._losses = self._losses_with(run, spec.loss)
-        self._state = load_slot(self._state, run.slot, state)
-        self._scale_A[run.slot] = spec.lora.scale
-        self._runs[spec.run_id] = run
-        self._free_slots.remove(run.slot)
-
-    def _unload(self, run_id: str) -> None:
-        run = self._runs.pop(run_id, None)
-        if run is None:
-            return
-        job = self._jobs.pop(run_id, None)
-        self._fair.forget(run_id)
-        if job is not None:
-            _fail_future(job.future, StageStoppedError(f"run {run_id} was stopped"))
-        owners = set() if self._scored is None else {planned.run_id for planned in self._scored.plan.pieces}
-        if owners == {run_id}:
-            self._scored = None
-        elif self._scored is not None and run_id in owners:
-            self._pull(self._scored)  # the other runs' parts count; what it adds to this slot is cleared when the slot is loaded again
-        self._free_slots.append(run.slot)
+    def _planned(self, batch: AnyBatch) -> PlannedBatch:
+        return batch if isinstance(batch, PlannedBatch) else self.planner.plan(batch)
 
     def _submit(
-        self, run_id: str, pieces: Sequence[Piece], future: "Future[StepResult]", *, loss: LossSpec | None, optimizer: OptimizerSpec | None
-    ) -> Any:
-        run = self._run(run_id)
-        if run_id in self._jobs:
-            raise StateConflictError(f"run {run_id} has an unfinished batch")
-        if not any(len(piece.entries) for piece in pieces):
-            raise InvalidRequestError(f"run {run_id} submitted a batch without a single trained token")
-        largest = self._shapes[-1]
-        for piece in pieces:
-            if not largest.holds(piece.num_tiles, len(piece.entries)):
-                raise TreeTooLargeError(
-                    f"run {run_id}: a piece of {len(piece.ids_T)} positions and {len(piece.entries)} entries exceeds this learner's microbatch of "
-                    f"{largest.num_positions} positions and {largest.num_entries} entries: cut the batch for it, or raise learner.max_positions"
-                )
-        job = _Job(run, pieces, loss or run.spec.loss, hyperparameters(optimizer) if optimizer else run.hyper, future)
-        self._losses = self._losses_with(run, job.loss)
-        self._jobs[run_id] = job
-        self._fair.activate(run_id, run.spec.weight)
-        return NotImplemented
+        self,
+        run_id: str,
+        prepare: Callable[[], Any],
+        operations: Callable[[RunSpec, Any], Sequence[Operation]],
+        *,
+        num_operations: int = 1,
+    ) -> list["Future[Any]"]:
+        """Queue operations that fail together. prepare: on this thread, off the device."""
+        futures: list[Future[Any]] = [Future() for _ in range(num_operations)]
+        try:
+            prepared = prepare()
+        except Exception as error:  # noqa: BLE001 - the caller's failure, handed back to it
+            for future in futures:
+                future.set_exception(error)
+            return futures
+        self._inbox.post(lambda: self._enqueue(run_id, operations, prepared, futures), *futures)
+        return futures
 
-    def _losses_with(self, run: _Run, loss: LossSpec) -> LossTable:
-        """The losses of all batches under way, and this one in the run's slot. A run has one batch at a time. Raises InvalidRequestError."""
-        losses = {job.run.slot: job.loss for job in self._jobs.values()} | {run.slot: loss}
-        return loss_table(losses, self._settings.num_slots)
+    # ---- commands ---------------------------------------------------------------------------------------------------------------------
 
-    def _run(self, run_id: str) -> _Run:
-        run = self._runs.get(run_id)
-        if run is None:
+    def _load(self, spec: RunSpec, state: AdapterState) -> None:
+        if spec.run_id in self._queues:
+            raise StateConflictError(f"run {spec.run_id} is loaded already")
+        hyperparameters(spec.optimizer)
+        loss_table({0: spec.loss}, 1)
+        self._residency.add(spec.run_id, spec.lora, state)
+        self._queues[spec.run_id] = RunQueue(spec, state.num_steps)
+
+    def _unload(self, run_id: str) -> None:
+        queue = self._queues.pop(run_id, None)
+        if queue is None:
+            return
+        self._fail_run(queue, StageStoppedError(f"run {run_id} was stopped"))
+        self._fair.forget(run_id)
+        self._residency.remove(run_id)
+
+    def _fail_run(self, queue: RunQueue, error: BaseException) -> None:
+        """Everything that the run has queued fails with `error`; nobody else's does."""
+        run_id = queue.spec.run_id
+        if self._walk is not None and self._walk.run_id == run_id:
+            self._walk = None
+        queue.fail(error)
+        self._rest(queue)
+
+    def _rest(self, queue: RunQueue) -> None:
+        """Nothing more of the run, if its queue is empty."""
+        if not len(queue) and self._busy.pop(queue.spec.run_id, None) is not None:
+            self._fair.deactivate(queue.spec.run_id)
+
+    def _enqueue(
+        self, run_id: str, operations: Callable[[RunSpec, Any], Sequence[Operation]], prepared: Any, futures: Sequence["Future[Any]"]
+    ) -> None:
+        queue = self._queue(run_id)
+        made = operations(queue.spec, prepared)
+        for operation in made:
+            if isinstance(operation, Forward | ForwardBackward):
+                check(operation, run_id, has_values=self._settings.has_values)
+            elif isinstance(operation, OptimStep):
+                hyperparameters(operation.optimizer)
+        self._num_groups += 1
+        queue.append(made, futures, self._num_groups)
+        self._busy[run_id] = queue
+        self._fair.activate(run_id, queue.spec.weight)
+
+    def _queue(self, run_id: str) -> RunQueue:
+        queue = self._queues.get(run_id)
+        if queue is None:
             raise StateConflictError(f"run {run_id} is not loaded")
-        return run
+        return queue
 
-    def _score_ids(self, run_id: str, ids: Ids) -> FloatArray:
-        run = self._run(run_id)
+    def _read_gradient(self, run_id: str) -> HostAdapter:
+        slot = self._residency.bring([run_id])[run_id]
+        return read_gradient(self._residency.slots(self._residency.class_of(run_id)), slot)
+
+    def _add_probe(self, run_id: str, ids: Ids, future: "Future[FloatArray]") -> None:
+        self._queue(run_id)
+        if len(ids) < 2:
+            raise InvalidRequestError(f"scoring needs at least 2 ids, got {len(ids)}")
         if not all(0 <= i < self._config.vocab_size for i in ids):
             raise InvalidRequestError(f"ids to score must be in [0, {self._config.vocab_size}), got {min(ids)} .. {max(ids)}")
-        piece = _sequence(ids)
-        plan = plan_microbatch([ReadyRun(_SCORED_RUN, run.slot, [piece])], self._shapes, 0)
-        outputs, _ = score(self._params, self._state.params, jnp.asarray(self._scale_A), to_device(pack(plan)), self._config)
-        return np.asarray(outputs.learner_logprobs_M)[: len(piece.entries)]
+        self.planner.plan([_sequence(ids)])
+        self._probes.append((run_id, ids, future))
 
-    def _score(self) -> None:
-        plan = self._plan()
-        start = self._clock.now()
-        with self._spans.span("learner", "score", _owner(plan)):
-            microbatch = pack(plan)
-            arrays = to_device(microbatch)
-            outputs, residuals = score(self._params, self._state.params, jnp.asarray(self._scale_A), arrays, self._config)
-            cotangent_M, sums = loss_cotangents(outputs, loss_inputs(microbatch), self._losses)
-            sums_A = jax.tree.map(np.asarray, sums)
-        self._scored = _Scored(plan, arrays, residuals, cotangent_M)
-        self._account(plan, self._clock.now() - start, sums_A)
+    # ---- dispatches -------------------------------------------------------------------------------------------------------------------
 
-    def _plan(self) -> MicrobatchPlan:
-        waiting = [run_id for run_id, job in self._jobs.items() if job.next_piece < len(job.pieces)]
-        jobs = [self._jobs[run_id] for run_id in self._fair.order(waiting)]
-        limit = self._settings.max_positions
-        if self._seconds_per_position > 0:
-            limit = min(limit, int(self._max_stall_s / self._seconds_per_position))
-        ready = [ReadyRun(job.run.spec.run_id, job.run.slot, job.pieces, job.next_piece) for job in jobs]
-        return plan_microbatch(ready, self._shapes, limit)
+    def _model(self, rank_class: int) -> Model:
+        return Model(self._params, self._residency.slots(rank_class).params, jnp.asarray(self._residency.scale_A(rank_class)))
 
-    def _account(self, plan: MicrobatchPlan, seconds: float, sums_A: LossMetrics) -> None:
+    def _bring(self, run_ids: Sequence[str]) -> dict[str, int] | None:
+        """Slots of these runs. None if one's state is lost: it has failed then, and the others are as they were."""
+        try:
+            return self._residency.bring(run_ids)
+        except AdapterFileCorruptError:
+            for run_id in run_ids:
+                if error := self._residency.lost.get(run_id):
+                    self._fail_run(self._queues[run_id], error)
+            return None
+
+    def _probe(self, run_id: str, ids: Ids, future: "Future[FloatArray]") -> None:
+        try:
+            slot, piece = self._residency.bring([run_id])[run_id], _sequence(ids)
+        except (StateConflictError, AdapterFileCorruptError) as error:
+            fail_future(future, error)
+            return
+        plan = plan_microbatch([ReadyRun(run_id, slot, [piece])], self._shapes, 0)
+        outputs, _ = score(self._model(self._residency.class_of(run_id)), to_device(pack(plan)), self._config)
+        future.set_result(np.asarray(outputs.learner_logprobs_M)[: len(piece.entries)])
+
+    def _is_blocked(self, queue: RunQueue) -> bool:
+        """Whether the run waits for another's walk to end: one path of keys and values exists at a time."""
+        job = queue.job
+        return job is not None and job.batch.walk is not None and self._walk is not None and self._walk.job is not job
+
+    def _next(self, order: Sequence[str]) -> None:
+        """Serve the first run of `order`, and the others with what room it leaves."""
+        queue = self._busy[order[0]]
+        job = queue.job
+        if job is None:
+            self._barrier(queue)
+            self._fair.end_turn(order[0])
+        elif job.phase == "loss":
+            with self._spans.span("learner", "loss", order[0]):
+                job.evaluate(whole_sizes(self._shapes), self._num_rows)
+            self._settle([queue])
+        elif job.batch.walk is not None:
+            self._visit(queue, job)
+        else:
+            self._score(order)
+
+    def _settle(self, queues: Sequence[RunQueue]) -> None:
+        for queue in queues:
+            if queue.settle():
+                self._fair.end_turn(queue.spec.run_id)
+                self._rest(queue)
+
+    def _barrier(self, queue: RunQueue) -> None:
+        operation, run_id = queue.barrier, queue.spec.run_id
+        self._fair.charge(run_id, self._costs.tile)
+        try:
+            match operation:
+                case OptimStep(optimizer):
+                    self._optimize(queue, optimizer)
+                case Load(state):
+                    self._residency.load(run_id, state)
+                    queue.num_steps = state.num_steps
+                    queue.finish_head(None)
+                case Save():
+                    queue.finish_head(self._residency.read(run_id))
+        except Exception as error:  # whatever it is, it is this operation's failure, recorded in its future
+            if not self._residency.is_intact:
+                raise
+            queue.fail_head(error)
+        self._rest(queue)
+
+    def _optimize(self, queue: RunQueue, optimizer: OptimizerSpec) -> None:
+        run_id, start = queue.spec.run_id, self._clock.now()
+        slot, rank_class = self._residency.bring([run_id])[run_id], self._residency.class_of(run_id)
+        with self._spans.span("learner", "optimize", run_id):
+            state, norm, rate = apply_step(self._residency.slots(rank_class), jnp.int32(slot), hyperparameters(optimizer))
+            self._residency.replace(rank_class, state)
+            grad_norm, learning_rate = float(norm), float(rate)
+        if np.isfinite(grad_norm):
+            queue.num_steps += 1
+            queue.finish_head(OptimResult(grad_norm, learning_rate, queue.num_steps, self._clock.now() - start))
+        else:
+            queue.fail_head(
+                GradientNotFiniteError(
+                    f"run {run_id}: the gradient of the step after version {queue.num_steps} has norm {grad_norm}; the adapter is unchanged. "
+                    "Look at the batch's rewards and log-probabilities, or lower the learning rate"
+                )
+            )
+
+    def _score(self, order: Sequence[str]) -> None:
+        """The forward pass of the next microbatch."""
+        most = self._shapes[-1].num_tiles
+        found = {run_id: self._busy[run_id].offer(self._residency.class_of(run_id), most=most) for run_id in order}
+        offers = {run_id: offer for run_id, offer in found.items() if offer is not None}
+        max_positions = self._pace.max_positions(self._settings.max_positions)
+        plan = plan_pass([offer for offer, _ in offers.values()], self._shapes, max_positions, num_slots=self._settings.num_slots)
+        run_ids = list(dict.fromkeys(planned.run_id for planned in plan.pieces))
+        slot_of = self._bring(run_ids)
+        if slot_of is None:
+            return
+        mode, start = offers[order[0]][0].mode, self._clock.now()
+        owners = [offers[planned.run_id][1][planned.piece_index] for planned in plan.pieces]
+        plan, model = with_slots(plan, slot_of), self._model(self._residency.class_of(order[0]))
+        with self._spans.span("learner", "score" if mode == "train" else mode, _owner(plan)):
+            self._scored = score_microbatch(plan, owners, mode, model, self._config, num_rows=self._num_rows)
         self.num_microbatches += 1
         self.positions_useful += plan.num_positions
-        self.positions_dispatched += plan.shape.num_positions
-        for planned in plan.pieces:
-            self._jobs[planned.run_id].next_piece = planned.piece_index + 1
-            self._fair.charge(planned.run_id, planned.piece.num_tiles * TILE)
-        for run_id in dict.fromkeys(planned.run_id for planned in plan.pieces):
-            job = self._jobs[run_id]
-            job.sums = sums_A if job.sums is None else LossMetrics(*(a + b for a, b in zip(job.sums, sums_A, strict=True)))
-        self._charge_seconds(plan, seconds)
+        self.positions_dispatched += plan.dispatched_positions
+        self._account(plan, owners, self._costs.score, self._clock.now() - start)
+        if self._scored is None:
+            self._visited(plan, owners)
 
-    def _charge_seconds(self, plan: MicrobatchPlan, seconds: float) -> None:
-        total = sum(planned.piece.num_tiles for planned in plan.pieces)
-        for planned in plan.pieces:
-            if planned.run_id in self._jobs:
-                self._jobs[planned.run_id].device_s += seconds * planned.piece.num_tiles / total
-
-    def _pull(self, scored: _Scored) -> None:
+    def _pull(self, scored: Scored) -> None:
+        """The backward pass of what was scored in the step before."""
         plan, start = scored.plan, self._clock.now()
+        rank_class = self._residency.class_of(plan.pieces[0].run_id)
         with self._spans.span("learner", "pull", _owner(plan)):
-            gradient = pull(
-                self._params,
-                self._state.params,
-                jnp.asarray(self._scale_A),
-                scored.arrays,
-                scored.residuals,
-                cotangent_M=scored.cotangent_M,
-                accumulators=self._state.gradient,
-                config=self._config,
-            )
-            self._state = self._state._replace(gradient=jax.block_until_ready(gradient))
+            state = self._residency.slots(rank_class)
+            gradient = pull(self._model(rank_class), scored.arrays, scored.residuals, scored.cotangents, state.gradient, config=self._config)
+            self._residency.replace(rank_class, state._replace(gradient=jax.block_until_ready(gradient)))
         self._scored = None
         seconds = self._clock.now() - start
-        shape = plan.shape.num_positions
-        if shape in self._seen_shapes:  # the first pass of a shape includes its compilation
-            rate = seconds / shape
-            self._seconds_per_position = rate if not self._seconds_per_position else 0.8 * self._seconds_per_position + 0.2 * rate
-        self._seen_shapes.add(shape)
-        for planned in plan.pieces:
-            if planned.run_id in self._jobs:
-                self._jobs[planned.run_id].num_pulled += 1
-        self._charge_seconds(plan, seconds)
+        flops = sum(self._costs.pull(planned.piece) for planned in plan.pieces)
+        self._pace.pulled(plan.shape.num_positions, plan.dispatched_positions, seconds, flops)
+        self._account(plan, scored.owners, self._costs.pull, seconds)
+        self._visited(plan, scored.owners)
 
-    def _optimize(self, job: _Job) -> None:
-        run, run_id, start = job.run, job.run.spec.run_id, self._clock.now()
-        with self._spans.span("learner", "optimize", run_id):
-            self._state, norm, rate = apply_step(self._state, jnp.int32(run.slot), job.hyper)
-            grad_norm, learning_rate = float(norm), float(rate)
-            state = read_slot(self._state, run.slot)
-        job.device_s += self._clock.now() - start
-        outcome = _outcome(job, state, grad_norm, learning_rate)
-        del self._jobs[run_id]  # last, so that until its future is settled `fail` knows of it
-        self._fair.deactivate(run_id)
-        if isinstance(outcome, GradientNotFiniteError):
-            job.future.set_exception(outcome)
-        else:
-            job.future.set_result(outcome)
+    def _visited(self, plan: MicrobatchPlan, owners: Owners) -> None:
+        for job, _ in owners:
+            job.visited()
+        self._settle([self._queues[run_id] for run_id in dict.fromkeys(planned.run_id for planned in plan.pieces)])
+
+    def _account(self, plan: MicrobatchPlan, owners: Owners, cost: Callable[[Piece], float], seconds: float) -> None:
+        """Charge runs for their pieces, and jobs for their part of the seconds, by tiles."""
+        total = sum(planned.piece.num_tiles for planned in plan.pieces)
+        for planned, (job, _) in zip(plan.pieces, owners, strict=True):
+            self._fair.charge(planned.run_id, cost(planned.piece))
+            job.device_s += seconds * planned.piece.num_tiles / total
+
+    def _visit(self, queue: RunQueue, job: Job) -> None:
+        """One visit of a walk."""
+        run_id, start = queue.spec.run_id, self._clock.now()
+        slot_of = self._bring([run_id])
+        if slot_of is None:
+            return
+        if self._walk is None:
+            blocks = walk_blocks(self._settings.path_positions, self._shapes[-1])
+            self._walk = Walk(run_id, job, self._shapes[-1], self._config, self._costs, num_rows=self._num_rows, num_blocks=blocks)
+        rank_class = self._residency.class_of(run_id)
+        state = self._residency.slots(rank_class)
+        with self._spans.span("learner", "replay", run_id):
+            gradient = self._walk.advance(self._model(rank_class), slot_of[run_id], state.gradient)
+            self._residency.replace(rank_class, state._replace(gradient=jax.block_until_ready(gradient)))
+        seconds = self._clock.now() - start
+        job.device_s += seconds
+        self._fair.charge(run_id, self._walk.visit_flops)
+        self._pace.visited(seconds, self._walk.visit_flops)
+        if job.mode is None:  # a loss, or the end: no path is needed any more
+            self._walk = None
+        self._settle([queue])
 
 
-def _outcome(job: _Job, state: AdapterState, grad_norm: float, learning_rate: float) -> StepResult | GradientNotFiniteError:
-    run_id = job.run.spec.run_id
-    if not np.isfinite(grad_norm):
-        return GradientNotFiniteError(
-            f"run {run_id}: the gradient of the step after version {state.num_steps} has norm {grad_norm}; the adapter is unchanged. "
-            "Look at the batch's rewards and log-probabilities, or lower the learning rate"
-        )
-    assert job.sums is not None, "a batch has pieces, and all are scored"
-    num_entries = sum(len(piece.entries) for piece in job.pieces)
-    metrics = run_metrics(job.sums, job.run.slot, job.loss.kind)
-    return StepResult(run_id, state, grad_norm, learning_rate, metrics, job.num_positions, num_entries, job.device_s)
+def _as_step(run_id: str, parts: Sequence["Future[Any]"]) -> "Future[StepResult]":
+    """A future of the three as one result, or of what the first failure was."""
+    whole: Future[StepResult] = Future()
+    whole.set_running_or_notify_cancel()
+
+    def fail(part: "Future[Any]") -> None:
+        if (error := part.exception()) is not None:
+            fail_future(whole, error)
+
+    def finish(saved: "Future[Any]") -> None:
+        if saved.exception() is None:
+            batch, optim = parts[0].result(), parts[1].result()
+            device_s = batch.device_s + optim.device_s
+            rates = optim.grad_norm, optim.learning_rate
+            whole.set_result(StepResult(run_id, saved.result(), *rates, batch.metrics, batch.num_positions, batch.num_entries, device_s))
+
+    for part in parts:
+        part.add_done_callback(fail)
+    parts[-1].add_done_callback(finish)
+    return whole
 
 
 def _sequence(ids: Ids) -> Piece:
     """One plain sequence as a piece: an entry for every id but the first, temperature 1."""
     length = len(ids) - 1
-    if length < 1:
-        raise InvalidRequestError(f"scoring needs at least 2 ids, got {len(ids)}")
     zeros, floats = np.zeros(length, np.int32), np.zeros(length, np.float32)
     count = np.arange(length, dtype=np.int32)
     entries = Entries(count, np.array(ids[1:], np.int32), np.ones(length, np.float32), floats, floats, floats, zeros, zeros)
@@ -448,11 +492,6 @@ def _sequence(ids: Ids) -> Piece:
 
 
 def _owner(plan: MicrobatchPlan) -> str:
-    """The run of a microbatch that holds one run only, "" for a shared one, whose seconds each run's StepResult has its part of."""
+    """The run of a microbatch that holds one run only, "" for a shared one, whose seconds each run's results have their part of."""
     run_ids = {planned.run_id for planned in plan.pieces}
     return run_ids.pop() if len(run_ids) == 1 else ""
-
-
-def _fail_future(future: "Future[Any]", error: BaseException) -> None:
-    if not future.done():
-        future.set_exception(error)

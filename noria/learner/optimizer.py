@@ -7,6 +7,7 @@ function of the slot's step count, which is committed with its moments: a resume
     L layer   A adapter slot
 """
 
+from collections.abc import Collection, Sequence
 from functools import partial
 from typing import Final, NamedTuple
 
@@ -17,7 +18,7 @@ import optax
 
 from noria.errors import InvalidRequestError
 from noria.model.config import ModelConfig
-from noria.model.lora import AdapterState, AdapterTree, empty_slots
+from noria.model.lora import AdapterState, AdapterTree, HostAdapter, empty_slots
 from noria.types import OptimizerSpec, Schedule
 
 SCHEDULES: Final[tuple[Schedule, ...]] = ("constant", "linear", "cosine")
@@ -25,7 +26,8 @@ SCHEDULES: Final[tuple[Schedule, ...]] = ("constant", "linear", "cosine")
 
 
 class SlotState(NamedTuple):
-    """Everything trainable. params, first_moment, second_moment, gradient: leaves [L, A, ...] float32; count_A: optimizer steps, int32."""
+    """Everything trainable in one rank class. params, first_moment, second_moment, gradient: leaves [L, A, ...] float32, of top modules [1, A, ...];
+    count_A: optimizer steps, int32."""
 
     params: AdapterTree
     first_moment: AdapterTree
@@ -72,21 +74,40 @@ def rate_at(count: jax.Array, hyper: Hyperparameters) -> jax.Array:
     return hyper.learning_rate * rise * (hyper.final_fraction + (1.0 - hyper.final_fraction) * left)
 
 
-def empty_state(config: ModelConfig, num_slots: int, max_rank: int) -> SlotState:
-    """All slots zero."""
-    params, first, second, gradient = (empty_slots(config, num_slots, max_rank) for _ in range(4))
+def empty_state(config: ModelConfig, num_slots: int, width: int, tops: Collection[str] = ()) -> SlotState:
+    """All slots of a rank class zero, with room for the named top modules."""
+    params, first, second, gradient = (empty_slots(config, num_slots, width, tops) for _ in range(4))
     return SlotState(params, first, second, gradient, jnp.zeros(num_slots, jnp.int32))
 
 
-@partial(jax.jit, donate_argnames=("state",))
+class SlotContents(NamedTuple):
+    """One run's part of a SlotState: trees with leaves [L, ...], num_steps int32. On the host or on the device."""
+
+    params: AdapterTree | HostAdapter
+    first_moment: AdapterTree | HostAdapter
+    second_moment: AdapterTree | HostAdapter
+    gradient: AdapterTree | HostAdapter
+    num_steps: jax.Array
+
+
 def apply_step(state: SlotState, slot: jax.Array, hyper: Hyperparameters) -> tuple[SlotState, jax.Array, jax.Array]:
-    """One AdamW step of `slot` from its accumulated gradient, which is then cleared.
+    """One AdamW step of `slot` from its accumulated gradient, which is then cleared; `state` is consumed.
 
     Returns (state, the gradient's norm before clipping, the learning rate).
 
     A norm that is not finite leaves parameters, moments and count as they were; the caller refuses the step.
+
+    Two programs: one that both reads and writes the donated stacks makes XLA copy them whole (measured on CPU with 32 slots: 4.0 MB of temporaries
+    for a state of 5.1 MB, where now there are none beyond the slot's).
     """
-    params, first, second, gradient = (jax.tree.map(lambda leaf: leaf[:, slot], tree) for tree in state[:4])
+    contents, norm, rate = _adamw(state, slot, hyper)
+    return _write(state, slot, contents), norm, rate
+
+
+@jax.jit
+def _adamw(state: SlotState, slot: jax.Array, hyper: Hyperparameters) -> tuple[SlotContents, jax.Array, jax.Array]:
+    """The slot after its step (Loshchilov and Hutter 2019), the norm of its gradient, the rate."""
+    params, first, second, gradient = (_slot_of(tree, slot) for tree in state[:4])
     count = state.count_A[slot]
     norm = optax.tree.norm(gradient)
     is_finite = jnp.isfinite(norm)
@@ -97,36 +118,51 @@ def apply_step(state: SlotState, slot: jax.Array, hyper: Hyperparameters) -> tup
     before = (adam._replace(count=count, mu=first, nu=second), *rest)
     updates, (after, *_) = adamw.update(jax.tree.map(lambda g: g * clip, gradient), before, params)
     new = (optax.apply_updates(params, updates), after.mu, after.nu)
-
-    def write(stack: jax.Array, value: jax.Array, old: jax.Array) -> jax.Array:
-        return stack.at[:, slot].set(jnp.where(is_finite, value, old))
-
-    params, first, second = (
-        jax.tree.map(write, stack, value, old) for stack, value, old in zip(state[:3], new, (params, first, second), strict=True)
-    )
-    cleared = jax.tree.map(lambda leaf: leaf.at[:, slot].set(0.0), state.gradient)
-    return SlotState(params, first, second, cleared, state.count_A.at[slot].add(is_finite.astype(jnp.int32))), norm, rate
+    params, first, second = jax.tree.map(partial(jnp.where, is_finite), new, (params, first, second))
+    return SlotContents(params, first, second, jax.tree.map(jnp.zeros_like, gradient), count + is_finite.astype(jnp.int32)), norm, rate
 
 
 @partial(jax.jit, donate_argnames=("state",))
-def _write(state: SlotState, slot: jax.Array, trees: tuple[AdapterTree, AdapterTree, AdapterTree], count: jax.Array) -> SlotState:
-    put = jax.tree.map(lambda stack, value: stack.at[:, slot].set(value), state[:3], trees)
-    cleared = jax.tree.map(lambda leaf: leaf.at[:, slot].set(0.0), state.gradient)
-    return SlotState(put[0], put[1], put[2], cleared, state.count_A.at[slot].set(count))
+def _write(state: SlotState, slot: jax.Array, contents: SlotContents) -> SlotState:
+    """The state with one slot replaced, in place: nothing else moves."""
+
+    def put(stack: jax.Array, value: jax.Array) -> jax.Array:
+        return jax.lax.dynamic_update_index_in_dim(stack, value, slot, axis=1)
+
+    params, first, second, gradient = (jax.tree.map(put, stack, value) for stack, value in zip(state[:4], contents[:4], strict=True))
+    return SlotState(params, first, second, gradient, state.count_A.at[slot].set(contents.num_steps))
 
 
-def load_slot(state: SlotState, slot: int, contents: AdapterState) -> SlotState:
-    """Write a run's parameters and moments into a slot and clear its gradient; `state` is consumed."""
-    return _write(state, jnp.int32(slot), (contents.params, contents.first_moment, contents.second_moment), jnp.int32(contents.num_steps))
+def _slot_of(stack: AdapterTree, slot: jax.Array) -> AdapterTree:
+    return jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, slot, axis=1, keepdims=False), stack)
 
 
-@jax.jit
-def _read(trees: tuple[AdapterTree, AdapterTree, AdapterTree], slot: jax.Array) -> tuple[AdapterTree, AdapterTree, AdapterTree]:
-    return jax.tree.map(lambda leaf: leaf[:, slot], trees)
+_read = jax.jit(_slot_of)
+"""One program per rank class, whichever tree of the state it reads."""
+
+
+def load_slot(state: SlotState, slot: int, contents: AdapterState, gradient: HostAdapter | None = None) -> SlotState:
+    """Write a run's parameters, moments, step count and pending gradient (None: zeros) into a slot; `state` is consumed.
+
+    contents, gradient: with exactly the modules that the state has.
+    """
+    gradient = jax.tree.map(np.zeros_like, contents.params) if gradient is None else gradient
+    params, first, second, num_steps = contents
+    return _write(state, jnp.int32(slot), SlotContents(params, first, second, gradient, jnp.int32(num_steps)))
 
 
 def read_slot(state: SlotState, slot: int) -> AdapterState:
-    """Copy a slot to the host."""
-    trees = _read((state.params, state.first_moment, state.second_moment), jnp.int32(slot))
-    params, first, second = jax.tree.map(np.asarray, trees)
+    """Copy a slot to the host, but for its pending gradient."""
+    params, first, second = _to_host(state[:3], slot)
     return AdapterState(params, first, second, int(state.count_A[slot]))
+
+
+def read_gradient(state: SlotState, slot: int) -> HostAdapter:
+    """Copy a slot's pending gradient to the host."""
+    return _to_host((state.gradient,), slot)[0]
+
+
+def _to_host(stacks: Sequence[AdapterTree], slot: int) -> list[HostAdapter]:
+    """One slot of each stack. All are read before the first is waited for."""
+    trees = [_read(stack, jnp.int32(slot)) for stack in stacks]
+    return [jax.tree.map(np.asarray, tree) for tree in trees]

@@ -11,57 +11,47 @@ a slot's sum depends on its own run's order only, whatever its neighbours (desig
 A microbatch may be a chunk of a tree too long for one pass (learner/replay.py): then it also reads the keys and values of the path before it, hands
 its own out, and its pull adds what it owes the path to the path's gradient. Without a path nothing of that exists in the program.
 
-    L layer   A adapter slot   R tile (row of C = 64 positions)   T = R * C position   M entry   D model   N, K, H heads   V vocabulary
+What the layers do beside attention they do block by block, P tiles at once, for the blocks that hold a piece: on CPU a pass costs what it holds, and
+one length of axis serves all.
+
+    L layer   A adapter slot   G block of P tiles   R tile (row of C = 64 positions)   T = R * C position   M entry   D model   N, K, H heads
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 
+from noria.learner.head import EntryArrays, Top, head_outputs, head_pull, layer_modules, top_modules, with_top
 from noria.model.attention import Pairs, Path, PathLayer, attend_backward, attend_forward, path_backward
 from noria.model.config import ModelConfig
-from noria.model.lora import AdapterTree, RowAdapters, gather_rows
-from noria.model.transformer import (
-    Angles,
-    Weights,
-    after_attention,
-    before_attention,
-    embed,
-    head_product,
-    precision_of,
-    rms_norm,
-    rotary_angles,
-)
-from noria.rl.losses import LossInputs, LossMetrics, LossTable, cotangents
+from noria.model.lora import MLP_MODULES, AdapterTree, RowAdapters, gather_rows
+from noria.model.transformer import Angles, Weights, after_attention, before_attention, embed, rotary_angles
+from noria.rl.losses import LossInputs, LossMetrics, LossTable, TokenCotangents, TokenOutputs, cotangents, loss_inputs_of
+from noria.rl.packing import ENTRY_CHUNK
 from noria.types import TILE, Microbatch
 
-ENTRY_CHUNK = 64
-"""Entries per pass of the head: its logits are the largest temporary (64 x 49,152 float32 is 12 MiB), and 64 rows reach matmul speed."""
+
+class Model(NamedTuple):
+    """What a pass reads: stacked base weights, the slots' adapters (leaves [L, A, ...]; top modules [1, A, ...], if any), their scales."""
+
+    params: Mapping[str, Any]
+    slots: AdapterTree
+    scale_A: jax.Array
 
 
 class Arrays(NamedTuple):
-    """A microbatch on the device. ids_RC, depth_RC; end_T; slot_R; pairs; predict_from_M, target_M, temperature_M; num_chunks: chunks of
-    ENTRY_CHUNK entries that hold any (traced: unused chunks cost nothing)."""
+    """A microbatch on the device. ids_RC, depth_RC; end_T; slot_GP; num_blocks: int32 scalar, traced, the blocks that hold a piece."""
 
     ids_RC: jax.Array
     depth_RC: jax.Array
     end_T: jax.Array
-    slot_R: jax.Array
+    slot_GP: jax.Array
+    num_blocks: jax.Array
     pairs: Pairs
-    predict_from_M: jax.Array
-    target_M: jax.Array
-    temperature_M: jax.Array
-    num_chunks: jax.Array
-
-
-class TokenOutputs(NamedTuple):
-    """What a loss may see of the policy, per entry: learner_logprobs_M (natural log, after temperature, full vocabulary) and entropy_M (nats)."""
-
-    learner_logprobs_M: jax.Array
-    entropy_M: jax.Array
+    entries: EntryArrays
 
 
 class Residuals(NamedTuple):
@@ -77,148 +67,233 @@ KeysValues: TypeAlias = tuple[jax.Array, jax.Array]
 """Keys and values, or their gradients: of a chunk [L, T, K, H] each, of a path [L, S, K, 64, H] each."""
 
 
-def to_device(microbatch: Microbatch) -> Arrays:
-    """The microbatch's arrays as the jitted functions take them."""
+def to_device(microbatch: Microbatch, tiles_at_once: int | None = None) -> Arrays:
+    """The microbatch's arrays as the jitted functions take them.
+
+    tiles_at_once: P, which divides the axis. None: one tile on CPU, where a loop costs nothing, keeps to the caches, and leaves out the axis's empty
+    end; the whole axis on an accelerator, whose kernels want all rows.
+    """
     entries = microbatch.entries
     assert len(entries) % ENTRY_CHUNK == 0, "entry axes are multiples of the head's chunk"
+    num_tiles = len(microbatch.slot_tile_B)
+    tiles = tiles_at_once or (1 if counts_tiles() else num_tiles)
+    used = sum(placed.num_tiles for placed in microbatch.placed)
     return Arrays(
         ids_RC=jnp.asarray(microbatch.ids_T.reshape(-1, TILE)),
         depth_RC=jnp.asarray(microbatch.depth_T.reshape(-1, TILE)),
         end_T=jnp.asarray(microbatch.end_T),
-        slot_R=jnp.asarray(microbatch.slot_tile_B),
+        slot_GP=jnp.asarray(microbatch.slot_tile_B.reshape(-1, tiles)),
+        num_blocks=jnp.int32(-(-used // tiles)),
         pairs=Pairs(jnp.asarray(microbatch.pair_query_X), jnp.asarray(microbatch.pair_key_X), jnp.int32(microbatch.num_pairs)),
-        predict_from_M=jnp.asarray(entries.predict_from_M),
-        target_M=jnp.asarray(entries.target_M),
-        temperature_M=jnp.asarray(entries.temperature_M),
-        num_chunks=jnp.int32(-(-microbatch.num_entries // ENTRY_CHUNK)),
+        entries=EntryArrays(
+            predict_from_M=jnp.asarray(entries.predict_from_M),
+            target_M=jnp.asarray(entries.target_M),
+            temperature_M=jnp.asarray(entries.temperature_M),
+            slot_E=jnp.asarray(microbatch.slot_entry_tile_E),
+            num_chunks=jnp.int32(-(-microbatch.num_entries // ENTRY_CHUNK)),
+        ),
     )
+
+
+def without_entries(arrays: Arrays) -> Arrays:
+    """The same positions, without a pass of the head."""
+    return arrays._replace(entries=arrays.entries._replace(num_chunks=jnp.int32(0)))
+
+
+def counts_tiles() -> bool:
+    """Whether passes here compute only the tiles that hold a piece (`MicrobatchShape.is_counted`)."""
+    return jax.default_backend() == "cpu"
 
 
 def loss_inputs(microbatch: Microbatch) -> LossInputs:
     """What the loss reads of the microbatch's entries, on the device."""
-    entries = microbatch.entries
-    columns = (entries.behavior_logprobs_M, entries.advantage_M, entries.weight_M, entries.sequence_M, microbatch.slot_M)
-    return LossInputs(*(jnp.asarray(column) for column in columns))
+    return jax.tree.map(jnp.asarray, loss_inputs_of(microbatch.entries, microbatch.slot_M))
 
 
 @partial(jax.jit, static_argnames=("config",))
-def score(params: Mapping[str, Any], slots: AdapterTree, scale_A: jax.Array, arrays: Arrays, config: ModelConfig) -> tuple[TokenOutputs, Residuals]:
-    """Forward pass of a microbatch. params: stacked base weights; slots: leaves [L, A, ...]; static: config."""
-    outputs, residuals, _ = _forward(params, slots, scale_A, arrays, config, None)
+def score(model: Model, arrays: Arrays, config: ModelConfig) -> tuple[TokenOutputs, Residuals]:
+    """Forward pass of a microbatch. Static: config."""
+    outputs, residuals, _ = _forward(model, arrays, None, config)
     return outputs, residuals
 
 
+def reference(model: Model, arrays: Arrays, config: ModelConfig) -> jax.Array:
+    """reference_logprobs_M: of the base, every adapter off. The program of `score` with all scales 0, so none of its own."""
+    outputs, _ = score(without_adapters(model), arrays, config)
+    return outputs.learner_logprobs_M
+
+
+def without_adapters(model: Model) -> Model:
+    """The model whose every delta has scale 0, as the reference policy is."""
+    return model._replace(scale_A=jnp.zeros_like(model.scale_A))
+
+
 @partial(jax.jit, static_argnames=("config",))
-def score_chunk(
-    params: Mapping[str, Any], slots: AdapterTree, scale_A: jax.Array, arrays: Arrays, path: Path, config: ModelConfig
-) -> tuple[TokenOutputs, Residuals, KeysValues]:
+def score_chunk(model: Model, arrays: Arrays, path: Path, config: ModelConfig) -> tuple[TokenOutputs, Residuals, KeysValues]:
     """Forward pass of a chunk after `path`, with the chunk's own keys and values."""
-    outputs, residuals, keys_values = _forward(params, slots, scale_A, arrays, config, path)
+    outputs, residuals, keys_values = _forward(model, arrays, path, config)
     assert keys_values is not None
     return outputs, residuals, keys_values
 
 
-def _forward(
-    params: Mapping[str, Any], slots: AdapterTree, scale_A: jax.Array, arrays: Arrays, config: ModelConfig, path: Path | None
-) -> tuple[TokenOutputs, Residuals, KeysValues | None]:
-    angles = rotary_angles(config, arrays.depth_RC)
+def _forward(model: Model, arrays: Arrays, path: Path | None, config: ModelConfig) -> tuple[TokenOutputs, Residuals, KeysValues | None]:
+    params = model.params
 
     def layer(x_RCD: jax.Array, scanned: tuple[jax.Array, Weights, AdapterTree]) -> tuple[jax.Array, Any]:
-        index, weights, slots_of_layer = scanned
-        adapters = gather_rows(slots_of_layer, scale_A, arrays.slot_R)
-        q, k, v = (_flat(a) for a in before_attention(weights, adapters, x_RCD, angles, config))
-        out, lse = attend_forward(q, k, v, arrays.pairs, arrays.end_T, None if path is None else PathLayer(path, index))
-        return after_attention(weights, adapters, x_RCD, _rows(out), config), ((x_RCD, out, lse), None if path is None else (k, v))
+        index, weights, slots = scanned
+        q, k, v = _queries_keys_values(model, arrays, x_RCD, (weights, slots), config)
+        out, lse = attend_forward(q, k, v, arrays.pairs, arrays.end_T, before=None if path is None else PathLayer(path, index))
+        out_RCNH = _rows(out)
 
-    scanned = (jnp.arange(config.num_layers), params["layers"], slots)
+        def after(g: jax.Array, y_RCD: jax.Array) -> jax.Array:
+            adapters = _adapters(model, arrays, slots, g)
+            return _put(y_RCD, g, after_attention(weights, adapters, _take(x_RCD, g, arrays), _take(out_RCNH, g, arrays), config))
+
+        return _each_block(arrays, after, x_RCD), ((x_RCD, out, lse), None if path is None else (k, v))
+
+    scanned = (jnp.arange(config.num_layers), params["layers"], layer_modules(model.slots))
     x_RCD, ((x_LRCD, out_LTNH, lse_LTN), keys_values) = jax.lax.scan(layer, embed(params, arrays.ids_RC), scanned)
     h_TD = _flat(x_RCD)
-    return _head_outputs(params, h_TD, arrays, config), Residuals(x_LRCD, out_LTNH, lse_LTN, h_TD), keys_values
+    return head_outputs(_top(model), h_TD, arrays.entries, config), Residuals(x_LRCD, out_LTNH, lse_LTN, h_TD), keys_values
+
+
+def _queries_keys_values(
+    model: Model, arrays: Arrays, x_RCD: jax.Array, layer: tuple[Weights, AdapterTree], config: ModelConfig
+) -> tuple[jax.Array, ...]:
+    """q, k, v of a layer, [T, heads, H] each: zeros beyond the last block that holds a piece."""
+    weights, slots = layer
+
+    def before(g: jax.Array, qkv: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        parts = before_attention(weights, _adapters(model, arrays, slots, g), _take(x_RCD, g, arrays), _angles(arrays, g, config), config)
+        return tuple(_put(whole, g, part) for whole, part in zip(qkv, parts, strict=True))
+
+    sizes = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
+    start = tuple(jnp.zeros((*x_RCD.shape[:2], heads, config.head_dim)) for heads in sizes)
+    return tuple(_flat(whole) for whole in _each_block(arrays, before, start))
+
+
+def _top(model: Model) -> Top:
+    return Top(model.params, top_modules(model.slots), model.scale_A)
 
 
 @jax.jit
-def loss_cotangents(outputs: TokenOutputs, inputs: LossInputs, table: LossTable) -> tuple[jax.Array, LossMetrics]:
-    """Cotangents [M] of a scored microbatch and the sums of its metrics per slot (`rl.losses.cotangents`); nothing is static."""
-    return cotangents(outputs.learner_logprobs_M, outputs.entropy_M, inputs, table)
+def loss_cotangents(outputs: TokenOutputs, inputs: LossInputs, table: LossTable) -> tuple[TokenCotangents, LossMetrics]:
+    """Cotangents of a scored microbatch's outputs and the sums of its metrics per slot (`rl.losses.cotangents`); nothing is static."""
+    return cotangents(outputs, inputs, table)
 
 
 @partial(jax.jit, static_argnames=("config",), donate_argnames=("accumulators",))
 def pull(
-    params: Mapping[str, Any],
-    slots: AdapterTree,
-    scale_A: jax.Array,
-    arrays: Arrays,
-    residuals: Residuals,
-    *,
-    cotangent_M: jax.Array,
-    accumulators: AdapterTree,
-    config: ModelConfig,
+    model: Model, arrays: Arrays, residuals: Residuals, cotangents: TokenCotangents, accumulators: AdapterTree, *, config: ModelConfig
 ) -> AdapterTree:
-    """Add the gradient of sum(cotangent_M * learner_logprobs_M) to the accumulators (leaves [L, A, ...], donated) and return them."""
-    accumulators, _ = _backward(
-        params, slots, scale_A, arrays, residuals, cotangent_M=cotangent_M, sums=(accumulators, None), path=None, config=config
-    )
+    """Add the gradient of the outputs' inner product with their cotangents to the accumulators (leaves as the slots', donated) and return them."""
+    accumulators, _ = _backward(model, arrays, residuals, cotangents, (accumulators, None), path=None, config=config)
     return accumulators
 
 
 @partial(jax.jit, static_argnames=("config",), donate_argnames=("accumulators", "path_gradient"))
 def pull_chunk(
-    params: Mapping[str, Any],
-    slots: AdapterTree,
-    scale_A: jax.Array,
+    model: Model,
     arrays: Arrays,
     residuals: Residuals,
-    *,
-    cotangent_M: jax.Array,
+    cotangents: TokenCotangents,
     accumulators: AdapterTree,
+    *,
     path: Path,
     path_gradient: KeysValues,
     config: ModelConfig,
 ) -> tuple[AdapterTree, KeysValues]:
     """As `pull`, for a chunk after `path`. path_gradient (donated) holds at the chunk's own blocks, those after the path's, what its descendants owe
     its keys and values, or zeros; returned with what this chunk owes the path's blocks. Its own blocks stay as they are: see `clear_path`."""
-    sums = (accumulators, path_gradient)
-    accumulators, gradient = _backward(params, slots, scale_A, arrays, residuals, cotangent_M=cotangent_M, sums=sums, path=path, config=config)
+    accumulators, gradient = _backward(model, arrays, residuals, cotangents, (accumulators, path_gradient), path=path, config=config)
     assert gradient is not None
     return accumulators, gradient
 
 
 def _backward(
-    params: Mapping[str, Any],
-    slots: AdapterTree,
-    scale_A: jax.Array,
+    model: Model,
     arrays: Arrays,
     residuals: Residuals,
-    *,
-    cotangent_M: jax.Array,
+    cotangents: TokenCotangents,
     sums: tuple[AdapterTree, KeysValues | None],
+    *,
     path: Path | None,
     config: ModelConfig,
 ) -> tuple[AdapterTree, KeysValues | None]:
     """The reverse scan over layers. Its carry holds what is accumulated, so that it is updated in place: as inputs and outputs of a scan, or by a
     plain vjp over the path's keys and values, a second copy would live."""
-    angles = rotary_angles(config, arrays.depth_RC)
-    d_x_RCD = _rows(_head_pull(params, residuals.h_TD, arrays, cotangent_M, config))
+    accumulators, path_gradient = sums
+    d_h_TD, top_sums = head_pull(_top(model), residuals.h_TD, arrays.entries, cotangents, top_modules(accumulators), config=config)
 
     def layer(carry: Any, scanned: tuple[jax.Array, Weights, AdapterTree, jax.Array, jax.Array, jax.Array]) -> tuple[Any, None]:
-        d_x, totals, path_sums = carry
-        index, weights, slots_of_layer, x, out, lse = scanned
-        adapters = gather_rows(slots_of_layer, scale_A, arrays.slot_R)
-
-        def attention_pull(qkv: tuple[jax.Array, jax.Array, jax.Array], d_out: jax.Array) -> tuple[Any, KeysValues | None]:
-            d_qkv = attend_backward((*qkv, arrays.pairs, arrays.end_T), out, lse, d_out, None)
-            if path is None or path_sums is None:
-                return d_qkv, None
-            return _path_pull(qkv[0], d_qkv, (out, lse), d_out, before=PathLayer(path, index), sums=path_sums)
-
-        d_x, gradient, path_sums = _layer_pull(weights, adapters, (x, out), d_x, angles=angles, attention_pull=attention_pull, config=config)
-        totals = jax.tree.map(lambda total, part_R: _add_rows(total, index, arrays.slot_R, part_R), totals, gradient)
+        d_y, totals, path_sums = carry
+        index, weights, slots, x_RCD, out, lse = scanned
+        layer_pull = _LayerPull(model, arrays, (index, weights, slots), x_RCD, config)
+        d_x, d_out, totals = layer_pull.after(_rows(out), d_y, totals)
+        q, k, v = _queries_keys_values(model, arrays, x_RCD, (weights, slots), config)
+        d_qkv = attend_backward((q, k, v, arrays.pairs, arrays.end_T), out, lse, _flat(d_out), None)
+        if path is not None and path_sums is not None:
+            d_qkv, path_sums = _path_pull(q, d_qkv, (out, lse), _flat(d_out), before=PathLayer(path, index), sums=path_sums)
+        d_x, totals = layer_pull.before(tuple(_rows(part) for part in d_qkv), d_x, totals)
         return (d_x, totals, path_sums), None
 
-    layers = jnp.arange(config.num_layers)
-    scanned = (layers, params["layers"], slots, residuals.x_LRCD, residuals.out_LTNH, residuals.lse_LTN)
-    (_, accumulators, path_gradient), _ = jax.lax.scan(layer, (d_x_RCD, *sums), scanned, reverse=True)
-    return accumulators, path_gradient
+    scanned = (
+        jnp.arange(config.num_layers),
+        model.params["layers"],
+        layer_modules(model.slots),
+        residuals.x_LRCD,
+        residuals.out_LTNH,
+        residuals.lse_LTN,
+    )
+    start = (_rows(d_h_TD), layer_modules(accumulators), path_gradient)
+    (_, totals, path_gradient), _ = jax.lax.scan(layer, start, scanned, reverse=True)
+    return with_top(totals, top_sums), path_gradient
+
+
+class _LayerPull(NamedTuple):
+    """The two parts of a layer's backward pass, before and after attention's own, block by block. layer: its index, weights, and slots."""
+
+    model: Model
+    arrays: Arrays
+    layer: tuple[jax.Array, Weights, AdapterTree]
+    x_RCD: jax.Array
+    config: ModelConfig
+
+    def after(self, out_RCNH: jax.Array, d_y_RCD: jax.Array, totals: AdapterTree) -> tuple[jax.Array, jax.Array, AdapterTree]:
+        """Cotangents of the layer's input as far as it goes round attention, and of attention's output; the adapters' gradient added to totals."""
+        index, weights, slots = self.layer
+
+        def visit(g: jax.Array, carry: tuple[jax.Array, jax.Array, AdapterTree]) -> tuple[jax.Array, jax.Array, AdapterTree]:
+            d_x, d_out, totals = carry
+            adapters = _adapters(self.model, self.arrays, slots, g)
+
+            def after(x: jax.Array, out: jax.Array, a: Mapping[str, jax.Array], b: Mapping[str, jax.Array]) -> jax.Array:
+                return after_attention(weights, RowAdapters(a, b, adapters.scale_R), x, out, self.config)
+
+            _, pull = jax.vjp(after, _take(self.x_RCD, g, self.arrays), _take(out_RCNH, g, self.arrays), adapters.a, adapters.b)
+            d_x_block, d_out_block, d_a, d_b = pull(_take(d_x, g, self.arrays))
+            totals = _add_rows(totals, index, self.arrays.slot_GP[g], ("o", *MLP_MODULES), (d_a, d_b))
+            return _put(d_x, g, d_x_block), _put(d_out, g, d_out_block), totals
+
+        return _each_block(self.arrays, visit, (d_y_RCD, jnp.zeros_like(out_RCNH), totals))
+
+    def before(self, d_qkv: tuple[jax.Array, ...], d_x_RCD: jax.Array, totals: AdapterTree) -> tuple[jax.Array, AdapterTree]:
+        """The whole cotangent of the layer's input, from what `after` made of it; the adapters' gradient added to totals."""
+        index, weights, slots = self.layer
+
+        def visit(g: jax.Array, carry: tuple[jax.Array, AdapterTree]) -> tuple[jax.Array, AdapterTree]:
+            d_x, totals = carry
+            adapters = _adapters(self.model, self.arrays, slots, g)
+
+            def before(x: jax.Array, a: Mapping[str, jax.Array], b: Mapping[str, jax.Array]) -> tuple[jax.Array, ...]:
+                return before_attention(weights, RowAdapters(a, b, adapters.scale_R), x, _angles(self.arrays, g, self.config), self.config)
+
+            _, pull = jax.vjp(before, _take(self.x_RCD, g, self.arrays), adapters.a, adapters.b)
+            d_x_block, d_a, d_b = pull(tuple(_take(part, g, self.arrays) for part in d_qkv))
+            totals = _add_rows(totals, index, self.arrays.slot_GP[g], ("q", "k", "v"), (d_a, d_b))
+            return _put(d_x, g, _take(d_x, g, self.arrays) + d_x_block), totals
+
+        return _each_block(self.arrays, visit, (d_x_RCD, totals))
 
 
 def _path_pull(
@@ -265,92 +340,43 @@ def _write_blocks(path_LSKCH: jax.Array, chunk_LTKH: jax.Array, first_block: jax
     return jax.lax.dynamic_update_slice(path_LSKCH, blocks, (0, first_block, 0, 0, 0))
 
 
-def _add_rows(total_LA: jax.Array, layer: jax.Array, slot_R: jax.Array, part_R: jax.Array) -> jax.Array:
-    """total[layer, slot[r]] += part[r], one row after another: a scatter-add may reorder, and order is what isolation is made of."""
-    return jax.lax.fori_loop(0, slot_R.shape[0], lambda r, total: total.at[layer, slot_R[r]].add(part_R[r]), total_LA)
+def _adapters(model: Model, arrays: Arrays, slots: AdapterTree, g: jax.Array) -> RowAdapters:
+    """One layer's adapters of the tiles of block g."""
+    return gather_rows(slots, model.scale_A, arrays.slot_GP[g])
 
 
-def _layer_pull(
-    weights: Weights,
-    adapters: RowAdapters,
-    saved: tuple[jax.Array, jax.Array],
-    d_y_RCD: jax.Array,
-    *,
-    angles: Angles,
-    attention_pull: Callable[[tuple[jax.Array, jax.Array, jax.Array], jax.Array], tuple[Any, KeysValues | None]],
-    config: ModelConfig,
-) -> tuple[jax.Array, AdapterTree, KeysValues | None]:
-    """Cotangent of a layer's input, the gradient of its gathered adapters (leaves [R, ...]), and what attention_pull made of the path's gradient,
-    from the cotangent of the layer's output. attention_pull: (q, k, v), d_out -> (their cotangents, path gradient)."""
-    x, out = saved
-
-    def before(x: jax.Array, a: Mapping[str, jax.Array], b: Mapping[str, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
-        return before_attention(weights, RowAdapters(a, b, adapters.scale_R), x, angles, config)
-
-    def after(x: jax.Array, out: jax.Array, a: Mapping[str, jax.Array], b: Mapping[str, jax.Array]) -> jax.Array:
-        return after_attention(weights, RowAdapters(a, b, adapters.scale_R), x, out, config)
-
-    _, pull_after = jax.vjp(after, x, _rows(out), adapters.a, adapters.b)
-    d_x, d_out, a_after, b_after = pull_after(d_y_RCD)
-    (q, k, v), pull_before = jax.vjp(before, x, adapters.a, adapters.b)
-    d_qkv, path_gradient = attention_pull((_flat(q), _flat(k), _flat(v)), _flat(d_out))
-    d_q, d_k, d_v = (_rows(part) for part in d_qkv)
-    d_x_before, a_before, b_before = pull_before((d_q, d_k, d_v))
-    early = ("q", "k", "v")
-    gradient = {
-        "a": {m: (a_before if m in early else a_after)[m] for m in adapters.a},
-        "b": {m: (b_before if m in early else b_after)[m] for m in adapters.b},
-    }
-    return d_x + d_x_before, gradient, path_gradient
+def _angles(arrays: Arrays, g: jax.Array, config: ModelConfig) -> Angles:
+    return rotary_angles(config, _take(arrays.depth_RC, g, arrays))
 
 
-def _head_outputs(params: Mapping[str, Any], h_TD: jax.Array, arrays: Arrays, config: ModelConfig) -> TokenOutputs:
-    def chunk(c: jax.Array, carry: TokenOutputs) -> TokenOutputs:
-        log_p_MV, _ = _chunk_log_softmax(params, h_TD, arrays, c, config)
-        target = _chunk(arrays.target_M, c)
-        chosen = jnp.take_along_axis(log_p_MV, target[:, None], axis=1)[:, 0]
-        entropy = -(jnp.exp(log_p_MV) * log_p_MV).sum(-1)
-        return TokenOutputs(_set_chunk(carry.learner_logprobs_M, c, chosen), _set_chunk(carry.entropy_M, c, entropy))
-
-    zeros = jnp.zeros_like(arrays.temperature_M)
-    return jax.lax.fori_loop(0, arrays.num_chunks, chunk, TokenOutputs(zeros, zeros))
+def _each_block(arrays: Arrays, visit: Callable[[jax.Array, Any], Any], start: Any) -> Any:
+    """visit(block, carry) for each block that holds a piece, in order; the carry, updated in place, is returned."""
+    if len(arrays.slot_GP) == 1:
+        return visit(jnp.int32(0), start)
+    return jax.lax.fori_loop(0, arrays.num_blocks, visit, start)
 
 
-def _head_pull(params: Mapping[str, Any], h_TD: jax.Array, arrays: Arrays, cotangent_M: jax.Array, config: ModelConfig) -> jax.Array:
-    """Cotangent of h_TD: d log p[target] / d logits = (onehot - p) / temperature, entry by entry in order."""
-    head_VD = params.get("head", params["embed"])
-
-    def chunk(c: jax.Array, d_h_TD: jax.Array) -> jax.Array:
-        log_p_MV, pull_norm = _chunk_log_softmax(params, h_TD, arrays, c, config)
-        scale = _chunk(cotangent_M, c) / _chunk(arrays.temperature_M, c)
-        onehot = jnp.arange(log_p_MV.shape[1])[None, :] == _chunk(arrays.target_M, c)[:, None]
-        d_logits_MV = (onehot - jnp.exp(log_p_MV)) * scale[:, None]
-        d_normed = jnp.matmul(d_logits_MV.astype(head_VD.dtype), head_VD, precision=precision_of(head_VD), preferred_element_type=jnp.float32)
-        (d_rows_MD,) = pull_norm(d_normed)
-        start = c * ENTRY_CHUNK
-
-        def add(m: jax.Array, d_h: jax.Array) -> jax.Array:
-            return d_h.at[arrays.predict_from_M[start + m]].add(d_rows_MD[m])
-
-        return jax.lax.fori_loop(0, ENTRY_CHUNK, add, d_h_TD)
-
-    return jax.lax.fori_loop(0, arrays.num_chunks, chunk, jnp.zeros_like(h_TD))
+def _take(x_R: jax.Array, g: jax.Array, arrays: Arrays) -> jax.Array:
+    """The rows of block g, [P, ...]."""
+    size = arrays.slot_GP.shape[1]
+    return jax.lax.dynamic_slice_in_dim(x_R, g * size, size)
 
 
-def _chunk_log_softmax(params: Mapping[str, Any], h_TD: jax.Array, arrays: Arrays, c: jax.Array, config: ModelConfig):  # type: ignore[no-untyped-def]  # noqa: ANN202
-    """Log-probabilities [ENTRY_CHUNK, V] of chunk c after temperature, and the pull of the final norm (kept apart: the head is frozen)."""
-    rows_MD = h_TD[_chunk(arrays.predict_from_M, c)]
-    normed, pull_norm = jax.vjp(lambda h: rms_norm(h, params["final_norm"], config.rms_norm_eps), rows_MD)
-    logits = head_product(params, normed)
-    return jax.nn.log_softmax(logits / _chunk(arrays.temperature_M, c)[:, None], axis=-1), pull_norm
+def _put(x_R: jax.Array, g: jax.Array, part_P: jax.Array) -> jax.Array:
+    return jax.lax.dynamic_update_slice_in_dim(x_R, part_P, g * len(part_P), 0)
 
 
-def _chunk(x_M: jax.Array, c: jax.Array) -> jax.Array:
-    return jax.lax.dynamic_slice_in_dim(x_M, c * ENTRY_CHUNK, ENTRY_CHUNK)
+def _add_rows(
+    totals: AdapterTree, layer: jax.Array, slot_P: jax.Array, modules: Sequence[str], parts: tuple[Mapping[str, jax.Array], ...]
+) -> AdapterTree:
+    """totals[layer, slot[p]] += part[p] of these modules, one row after another: a scatter-add may reorder, and order is what isolation is made of.
 
+    parts: the gradients of a and of b, leaves [P, ...]."""
 
-def _set_chunk(x_M: jax.Array, c: jax.Array, part: jax.Array) -> jax.Array:
-    return jax.lax.dynamic_update_slice_in_dim(x_M, part, c * ENTRY_CHUNK, 0)
+    def added(total_LA: jax.Array, part_P: jax.Array) -> jax.Array:
+        return jax.lax.fori_loop(0, len(slot_P), lambda p, total: total.at[layer, slot_P[p]].add(part_P[p]), total_LA)
+
+    return {side: totals[side] | {m: added(totals[side][m], part[m]) for m in modules} for side, part in zip(("a", "b"), parts, strict=True)}
 
 
 def _flat(x_RC: jax.Array) -> jax.Array:

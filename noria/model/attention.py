@@ -69,7 +69,7 @@ def _attend(q: jax.Array, k: jax.Array, v: jax.Array, pairs: Pairs, end: jax.Arr
 
 
 def attend_forward(
-    q_TNH: jax.Array, k_TKH: jax.Array, v_TKH: jax.Array, pairs: Pairs, end_T: jax.Array, before: PathLayer | None = None
+    q_TNH: jax.Array, k_TKH: jax.Array, v_TKH: jax.Array, pairs: Pairs, end_T: jax.Array, *, before: PathLayer | None = None
 ) -> tuple[jax.Array, jax.Array]:
     """The forward pass of `attend`, for callers that keep (out, lse) and run `attend_backward` themselves. before: what all positions see too."""
     num_kv = k_TKH.shape[1]

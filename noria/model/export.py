@@ -10,6 +10,7 @@ Deliberately not here: a run's own committed versions, which have moments and ch
 
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -30,7 +31,19 @@ from noria.model.config import ModelConfig
 from noria.model.durable import whole_folder
 from noria.model.hf_folder import CONFIG, LAYOUT
 from noria.model.hf_writer import METADATA, SHARD_BYTES, Dtype, config_fields, token_fields, write_json, write_tokenizer, write_weights
-from noria.model.lora import HEAD, MODULES, HostAdapter, host_shapes, initial_adapter, misfit, resize_rank, trained_modules
+from noria.model.lora import (
+    HEAD,
+    MODULES,
+    TOP_MODULES,
+    VALUE,
+    HostAdapter,
+    host_shapes,
+    initial_adapter,
+    misfit,
+    resize_rank,
+    trained_modules,
+    zero_adapter,
+)
 from noria.model.params import Params
 from noria.model.peft_config import CONFIG_FILE, MODULE_PATHS, TENSORS_FILE, Place, place_path, places, read_peft_config, written_fields
 from noria.model.safetensors_file import expand, read_safetensors
@@ -81,7 +94,7 @@ def read_peft(folder: Path, config: ModelConfig, base: Params | None = None) -> 
         raise AdapterFileCorruptError(f"{path} is not what {CONFIG_FILE} says: it lacks {lacks[:3]} and has {extra[:3]}, which no target names")
     targeted = {module for module, _ in fields.targets}
     modules = tuple(module for module in (*MODULES, HEAD) if module in targeted)
-    params = _zeros(config, fields.lora.rank, with_head=HEAD in targeted)
+    params = zero_adapter(config, fields.lora.rank, targeted.intersection(TOP_MODULES))
     for (side, (module, layer)), tensor in found.items():
         params[side][module][layer] = tensor.T
     return PeftAdapter(params, fields.lora, modules)
@@ -92,13 +105,15 @@ def write_peft(
 ) -> None:
     """Write an adapter as a PEFT folder, at its own rank.
 
-    params: of any rank class. base_name: what PEFT is to load it on. modules: those to write, by default the ones that `lora` trains, and the
-    unembedding where `params` has one; others must be zero. With a tied base the unembedding's delta is declared as the unembedding's alone.
+    params: of any width. base_name: what PEFT is to load it on. modules: those to write, by default the ones that `lora` trains, and the
+    unembedding where `params` has one; others must be zero. With a tied base the unembedding's delta is declared as the unembedding's alone. A value
+    head stays behind: it is the critic's, and the policy is the same without it.
 
     Raises AdapterFormatError (params that do not fit the base, or hold what would not be written), StateConflictError (`folder` is not empty).
     """
-    written = tuple(modules if modules is not None else (*trained_modules(lora), *((HEAD,) if HEAD in params["a"] else ())))
     own = _at_own_rank(params, lora, config)
+    trained = trained_modules(replace(lora, train_unembed=HEAD in own["a"], train_value=False))
+    written = tuple(modules if modules is not None else trained)
     if not written or not own["a"].keys() >= set(written):
         raise AdapterFormatError(f"an adapter of modules {list(written)} cannot be written from one that has {list(own['a'])}")
     if left_out := [m for m in own["a"] if m not in written and (own["a"][m].any() or own["b"][m].any())]:
@@ -113,29 +128,27 @@ def write_peft(
         save_file(tensors, aside / TENSORS_FILE, METADATA)
 
 
-def start_from(folder: Path, config: ModelConfig, spec: LoraSpec, max_rank: int, seed: int) -> HostAdapter:
-    """A run's first adapter from a PEFT folder (warm start), in the rank class `max_rank`.
+def start_from(folder: Path, config: ModelConfig, spec: LoraSpec, width: int, seed: int, *, base: Params | None = None) -> HostAdapter:
+    """A run's first adapter from a PEFT folder (warm start), at the width of the run's rank class. base: as in `read_peft`.
 
     Modules that the run trains and the folder lacks start as `initial_adapter` has them for this seed.
 
-    Raises ConfigError (the run's rank, scale or modules are not the folder's; the message names what to set), AdapterFormatError (an adapter of the
-    unembedding, which no run trains, and as `read_peft`), AdapterFileCorruptError.
+    Raises ConfigError (the run's rank, scale or modules are not the folder's; the message names what to set), AdapterFormatError and
+    AdapterFileCorruptError as `read_peft`.
     """
-    given = read_peft(folder, config)
-    if HEAD in given.modules:
-        raise AdapterFormatError(f"{folder} adapts the unembedding (lm_head), which a run cannot train: it would be lost from what is sampled")
+    given = read_peft(folder, config, base)
     if (given.lora.rank, given.lora.scale) != (spec.rank, spec.scale):
         raise ConfigError(
             f"{folder} has rank {given.lora.rank} and scale {given.lora.scale:g}, the run has {spec.rank} and {spec.scale:g}: set adapter.rank = "
             f"{given.lora.rank}, adapter.alpha = {given.lora.alpha:g} and adapter.use_rslora = {str(given.lora.use_rslora).lower()}"
         )
     if untrained := [module for module in given.modules if module not in trained_modules(spec)]:
-        switches = [name for name in ("train_attn", "train_mlp") if getattr(given.lora, name) and not getattr(spec, name)]
+        switches = [name for name in ("train_attn", "train_mlp", "train_unembed") if getattr(given.lora, name) and not getattr(spec, name)]
         raise ConfigError(
             f"{folder} adapts {', '.join(untrained)}, which the run does not train: set {' and '.join(f'adapter.{s} = true' for s in switches)}"
         )
-    fresh, padded = initial_adapter(config, spec, max_rank, seed), resize_rank(given.params, max_rank)
-    return {side: {m: (padded if m in given.modules else fresh)[side][m] for m in MODULES} for side in ("a", "b")}
+    fresh, padded = initial_adapter(config, spec, width, seed), resize_rank(given.params, width)
+    return {side: {m: (padded if m in given.modules else fresh)[side][m] for m in fresh[side]} for side in fresh}
 
 
 def write_merged(
@@ -213,15 +226,13 @@ def _require_copy_of(base: Params | None, module: str, tensor: FloatArray, what:
         raise AdapterFormatError(f"{what} is not the base's own: the adapter was made for a base with another {module}")
 
 
-def _zeros(config: ModelConfig, rank: int, *, with_head: bool) -> HostAdapter:
-    shapes = host_shapes(config, rank)
-    return {side: {m: np.zeros(shape, np.float32) for m, shape in shapes[side].items() if m != HEAD or with_head} for side in shapes}
-
-
 def _at_own_rank(params: HostAdapter, lora: LoraSpec, config: ModelConfig) -> HostAdapter:
-    """The adapter without the padding of its rank class. Raises AdapterFormatError if it does not fit the base, or is not finite."""
+    """The policy's adapter without the padding of its rank class and without a value head.
+
+    Raises AdapterFormatError if it does not fit the base, or is not finite.
+    """
     rank_class = params["a"][MODULES[0]].shape[-1]
-    problem = misfit(params, config, rank_class, with_head=True)
+    problem = misfit(params, config, rank_class, TOP_MODULES)
     if not problem and not all(np.isfinite(leaf).all() for leaves in params.values() for leaf in leaves.values()):
         problem = "it has values that are not finite"
     beyond = slice(lora.rank, None)
@@ -229,7 +240,7 @@ def _at_own_rank(params: HostAdapter, lora: LoraSpec, config: ModelConfig) -> Ho
         problem = f"it has values beyond rank {lora.rank}"
     if problem or rank_class < lora.rank:
         raise AdapterFormatError(f"the adapter does not fit base {config.name}: {problem or f'its rank is {rank_class}, not {lora.rank}'}")
-    return resize_rank(params, lora.rank)
+    return resize_rank({side: {m: leaf for m, leaf in leaves.items() if m != VALUE} for side, leaves in params.items()}, lora.rank)
 
 
 def _merged(base: LoadedBase, own: HostAdapter, scale: float) -> Iterator[tuple[str, FloatArray]]:

@@ -8,31 +8,41 @@ A delta is `scale * (x @ a) @ b`, computed in float32, with `LoraSpec.scale` app
 itself: where a's column and b's row are both zero, both gradients are zero, and so are the moments. The same holds for a module that a run
 does not train: its a and b are zero.
 
-An adapter on the host may also carry the unembedding, module "head": a [1, D, r], b [1, r, V]. It is read, exported, merged and stored; the
-resident slots have no room for it (`misfit`).
+Two modules lie above the layers: "head", the unembedding (tied to the embedding or not), a [1, D, r], b [1, r, V]; and "value", the value head of a
+critic, a [1, D, r], b [1, r, 1], which has no base weight. Only runs that train them have them on the host. Resident slots have room for all runs
+or for none, [1, A, ...], as the server is configured: what is not compiled in costs nothing.
 """
 
-from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from noria.config import LearnerConfig
 from noria.model.config import ModelConfig
 from noria.types import FloatArray, LoraSpec
 
 ATTENTION_MODULES = ("q", "k", "v", "o")
 MLP_MODULES = ("gate", "up", "down")
 MODULES = ATTENTION_MODULES + MLP_MODULES
-HEAD = "head"
-"""The unembedding, as a module: outside the layers, so its leaves have one "layer"."""
+HEAD, VALUE = "head", "value"
+TOP_MODULES = (HEAD, VALUE)
+"""The unembedding and the value head: outside the layers, so their leaves have one "layer". Both read the last norm's output."""
+
+ROOM_SETTINGS = {HEAD: "has_unembed", VALUE: "has_values"}
+"""What of a server's [learner] gives each top module room in its slots."""
+
+_TOP_NAMES = {HEAD: "an adapted unembedding", VALUE: "a value head"}
 
 AdapterTree: TypeAlias = dict[str, dict[str, jax.Array]]
-"""{"a": {module: [..., I, r]}, "b": {module: [..., r, O]}}; leading axes: [L, A] stacked slots, [L] one run, [A] one layer, [R] gathered."""
+"""{"a": {module: [..., I, r]}, "b": {module: [..., r, O]}}; leading axes: [L, A] stacked slots, [L] one run, [A] one layer, [R] gathered;
+those of top modules have 1 in place of L."""
 
 HostAdapter: TypeAlias = dict[str, dict[str, FloatArray]]
-"""One run's adapter on the host: {"a": {module: [L, I, r]}, "b": {module: [L, r, O]}}, r = the rank class; "head", if any, has 1 in place of L."""
+"""One run's adapter on the host: {"a": {module: [L, I, r]}, "b": {module: [L, r, O]}}, r = the width of its rank class; top modules, if any,
+have 1 in place of L."""
 
 
 class AdapterState(NamedTuple):
@@ -44,12 +54,24 @@ class AdapterState(NamedTuple):
     num_steps: int
 
 
+class Deltas(Protocol):
+    """What adapts one layer's projections."""
+
+    def add(self, module: str, x_RCI: jax.Array, y_RCO: jax.Array) -> jax.Array:
+        """y plus the rows' deltas of a module whose input is x, float32."""
+        ...
+
+
 class RowAdapters(NamedTuple):
     """One layer's adapters gathered per row: a {module: [R, I, r]}, b {module: [R, r, O]}, scale_R."""
 
     a: Mapping[str, jax.Array]
     b: Mapping[str, jax.Array]
     scale_R: jax.Array
+
+    def add(self, module: str, x_RCI: jax.Array, y_RCO: jax.Array) -> jax.Array:
+        """See `Deltas`."""
+        return y_RCO + delta(x_RCI, self.a[module], self.b[module], self.scale_R)
 
 
 def module_sizes(config: ModelConfig) -> dict[str, tuple[int, int]]:
@@ -67,35 +89,56 @@ def module_sizes(config: ModelConfig) -> dict[str, tuple[int, int]]:
     }
 
 
-def adapter_shapes(config: ModelConfig, max_rank: int) -> dict[str, dict[str, tuple[int, int]]]:
+def top_sizes(config: ModelConfig) -> dict[str, tuple[int, int]]:
+    """(in features, out features) of the top modules."""
+    return {HEAD: (config.hidden_size, config.vocab_size), VALUE: (config.hidden_size, 1)}
+
+
+def adapter_shapes(config: ModelConfig, width: int) -> dict[str, dict[str, tuple[int, int]]]:
     """Shapes of one layer's leaves in a rank class, without leading axes: a [I, r], b [r, O]. The one table of them."""
-    sizes = module_sizes(config)
+    return _factor_shapes(module_sizes(config), width)
+
+
+def top_shapes(config: ModelConfig, width: int, tops: Collection[str] = TOP_MODULES) -> dict[str, dict[str, tuple[int, int]]]:
+    """The same of the top modules named by `tops`."""
+    return _factor_shapes({module: size for module, size in top_sizes(config).items() if module in tops}, width)
+
+
+def _factor_shapes(sizes: Mapping[str, tuple[int, int]], width: int) -> dict[str, dict[str, tuple[int, int]]]:
     return {
-        "a": {m: (size_in, max_rank) for m, (size_in, _) in sizes.items()},
-        "b": {m: (max_rank, size_out) for m, (_, size_out) in sizes.items()},
+        "a": {m: (size_in, width) for m, (size_in, _) in sizes.items()},
+        "b": {m: (width, size_out) for m, (_, size_out) in sizes.items()},
     }
 
 
-def host_shapes(config: ModelConfig, rank: int) -> dict[str, dict[str, tuple[int, int, int]]]:
-    """Shapes of a host adapter's leaves, those of the unembedding included: a [L, I, r], b [L, r, O]."""
-    head = {"a": (1, config.hidden_size, rank), "b": (1, rank, config.vocab_size)}
-    shapes = adapter_shapes(config, rank)
-    return {side: {m: (config.num_layers, *shape) for m, shape in shapes[side].items()} | {HEAD: head[side]} for side in shapes}
+def host_shapes(config: ModelConfig, width: int, tops: Collection[str] = TOP_MODULES) -> dict[str, dict[str, tuple[int, int, int]]]:
+    """Shapes of a host adapter's leaves, those of the named top modules included: a [L, I, r], b [L, r, O]."""
+    shapes, above = adapter_shapes(config, width), top_shapes(config, width, tops)
+    return {
+        side: {m: (config.num_layers, *shape) for m, shape in shapes[side].items()} | {m: (1, *shape) for m, shape in above[side].items()}
+        for side in shapes
+    }
 
 
-def misfit(adapter: HostAdapter, config: ModelConfig, max_rank: int, *, with_head: bool = False) -> str | None:
-    """Why an adapter of one run is not one of this model in this rank class (modules, shapes, dtype), None if it is.
+def width_of(adapter: HostAdapter) -> int:
+    """The rank axis of an adapter's leaves, the widest if they differ (see `misfit`), 0 without any."""
+    return max((leaf.shape[-1] for leaf in adapter.get("a", {}).values() if leaf.ndim), default=0)
 
-    with_head: it may adapt the unembedding, which the resident slots cannot.
+
+def misfit(adapter: HostAdapter, config: ModelConfig, width: int, tops: Collection[str] = ()) -> str | None:
+    """Why an adapter of one run is not one of this model at this width (modules, shapes, dtype), None if it is.
+
+    tops: top modules that it may have: those that there is room for.
     """
-    shapes, found = host_shapes(config, max_rank), {(side, module) for side, leaves in adapter.items() for module in leaves}
+    shapes, found = host_shapes(config, width), {(side, module) for side, leaves in adapter.items() for module in leaves}
     if unknown := {(side, module) for side, module in found if module not in shapes.get(side, {})}:
         return f"the model has no {sorted(unknown)}"
-    has_head = any(module == HEAD for _, module in found)
-    if has_head and not with_head:
-        return f"it adapts the unembedding (module {HEAD!r}), which learner and sampler have no room for"
+    above = [module for module in TOP_MODULES if any(module == other for _, other in found)]
+    for module in above:
+        if module not in tops:
+            return f"it has {_TOP_NAMES[module]} (module {module!r}), for which there is no room here: set learner.{ROOM_SETTINGS[module]} = true"
     for side in shapes:
-        for module in MODULES + (HEAD,) * has_head:
+        for module in (*MODULES, *above):
             leaf, expected = adapter.get(side, {}).get(module), shapes[side][module]
             if leaf is None or leaf.shape != expected or leaf.dtype != np.float32:
                 got = "nothing" if leaf is None else f"{leaf.dtype} {leaf.shape}"
@@ -104,33 +147,43 @@ def misfit(adapter: HostAdapter, config: ModelConfig, max_rank: int, *, with_hea
 
 
 def trained_modules(spec: LoraSpec) -> tuple[str, ...]:
-    """The modules that `spec` adapts, in the order of MODULES."""
-    return ATTENTION_MODULES * spec.train_attn + MLP_MODULES * spec.train_mlp
+    """The modules that `spec` trains, in the order of MODULES, top modules last."""
+    return ATTENTION_MODULES * spec.train_attn + MLP_MODULES * spec.train_mlp + trained_tops(spec)
 
 
-def initial_adapter(config: ModelConfig, spec: LoraSpec, max_rank: int, seed: int) -> HostAdapter:
-    """A fresh adapter: a uniform in ±1/sqrt(I) (Kaiming with a = sqrt(5), as PEFT does), b zero, so that the delta is zero.
+def trained_tops(spec: LoraSpec) -> tuple[str, ...]:
+    """The top modules that `spec` trains, and that the run's host adapters therefore have."""
+    return (HEAD,) * spec.train_unembed + (VALUE,) * spec.train_value
 
-    The bytes depend on the seed, the model's shape and the spec only. max_rank: the rank class, >= spec.rank.
+
+def resident_tops(settings: LearnerConfig) -> tuple[str, ...]:
+    """The top modules that the server's slots have room for."""
+    return tuple(module for module in TOP_MODULES if getattr(settings, ROOM_SETTINGS[module]))
+
+
+def initial_adapter(config: ModelConfig, spec: LoraSpec, width: int, seed: int) -> HostAdapter:
+    """A fresh adapter: a uniform in ±1/sqrt(I) (Kaiming with a = sqrt(5), as PEFT does), b zero, so that the delta is zero, and every value.
+
+    The bytes depend on the seed, the model's shape and the spec only. width: of the rank class, >= spec.rank.
     """
     rng = np.random.Generator(np.random.Philox(seed))
-    adapter, adapted = zero_adapter(config, max_rank), trained_modules(spec)
-    for module, (size_in, _) in module_sizes(config).items():
+    adapter, adapted = zero_adapter(config, width, trained_tops(spec)), trained_modules(spec)
+    for module, (size_in, _) in (module_sizes(config) | top_sizes(config)).items():
         if module in adapted:
-            bound = 1 / np.sqrt(size_in)
-            adapter["a"][module][:, :, : spec.rank] = rng.uniform(-bound, bound, (config.num_layers, size_in, spec.rank))
+            bound, a = 1 / np.sqrt(size_in), adapter["a"][module]
+            a[:, :, : spec.rank] = rng.uniform(-bound, bound, (len(a), size_in, spec.rank))
     return adapter
 
 
-def zero_adapter(config: ModelConfig, max_rank: int) -> HostAdapter:
-    """An adapter whose every leaf is zero."""
-    shapes = adapter_shapes(config, max_rank)
-    return {side: {m: np.zeros((config.num_layers, *shape), np.float32) for m, shape in shapes[side].items()} for side in shapes}
+def zero_adapter(config: ModelConfig, width: int, tops: Collection[str] = ()) -> HostAdapter:
+    """An adapter whose every leaf is zero, with the named top modules."""
+    shapes = host_shapes(config, width, tops)
+    return {side: {m: np.zeros(shape, np.float32) for m, shape in shapes[side].items()} for side in shapes}
 
 
-def initial_state(config: ModelConfig, spec: LoraSpec, max_rank: int, seed: int) -> AdapterState:
+def initial_state(config: ModelConfig, spec: LoraSpec, width: int, seed: int) -> AdapterState:
     """A new run's state: `initial_adapter`, moments zero, no steps."""
-    return fresh_state(initial_adapter(config, spec, max_rank, seed))
+    return fresh_state(initial_adapter(config, spec, width, seed))
 
 
 def fresh_state(params: HostAdapter) -> AdapterState:
@@ -139,10 +192,12 @@ def fresh_state(params: HostAdapter) -> AdapterState:
 
 
 def resize_rank(adapter: HostAdapter, rank: int) -> HostAdapter:
-    """The adapter with its rank axis cut or zero-padded to `rank`; cutting is only for columns that are zero."""
+    """The adapter with its rank axis cut or zero-padded to `rank`; cutting is only for columns that are zero. Leaves of that rank are not copied."""
 
     def resize(leaf: FloatArray, axis: int) -> FloatArray:
-        if rank <= leaf.shape[axis]:
+        if rank == leaf.shape[axis]:
+            return leaf
+        if rank < leaf.shape[axis]:
             return np.ascontiguousarray(leaf.take(range(rank), axis=axis))
         pad = [(0, 0)] * leaf.ndim
         pad[axis] = (0, rank - leaf.shape[axis])
@@ -151,19 +206,33 @@ def resize_rank(adapter: HostAdapter, rank: int) -> HostAdapter:
     return {"a": {m: resize(leaf, 2) for m, leaf in adapter["a"].items()}, "b": {m: resize(leaf, 1) for m, leaf in adapter["b"].items()}}
 
 
-def empty_slots(config: ModelConfig, num_slots: int, max_rank: int) -> AdapterTree:
-    """Stacked slots of zeros, leaves [L, A, ...]: the learner's layout, whose layers are scanned."""
-    return _zeros((config.num_layers, num_slots), config, max_rank)
+def with_tops(adapter: HostAdapter, config: ModelConfig, width: int, tops: Collection[str]) -> HostAdapter:
+    """The adapter with exactly these top modules: those that it lacks are zeros, others are left out."""
+    shapes = host_shapes(config, width, tops)
+    return {
+        side: {m: adapter[side][m] if m in adapter[side] else np.zeros(shape, np.float32) for m, shape in shapes[side].items()} for side in shapes
+    }
 
 
-def empty_layer_slots(config: ModelConfig, num_slots: int, max_rank: int) -> tuple[AdapterTree, ...]:
-    """The same layer by layer, leaves [A, ...]: the sampler's layout, whose layers are a list."""
-    return tuple(_zeros((num_slots,), config, max_rank) for _ in range(config.num_layers))
+def empty_slots(config: ModelConfig, num_slots: int, width: int, tops: Collection[str] = ()) -> AdapterTree:
+    """Stacked slots of zeros, leaves [L, A, ...] and [1, A, ...]: the learner's layout, whose layers are scanned."""
+    shapes = host_shapes(config, width, tops)
+    return {side: {m: jnp.zeros((first, num_slots, *rest), jnp.float32) for m, (first, *rest) in shapes[side].items()} for side in shapes}
 
 
-def _zeros(leading: tuple[int, ...], config: ModelConfig, max_rank: int) -> AdapterTree:
-    shapes = adapter_shapes(config, max_rank)
-    return {side: {m: jnp.zeros((*leading, *shape), jnp.float32) for m, shape in shapes[side].items()} for side in shapes}
+def empty_layer_slots(config: ModelConfig, num_slots: int, width: int) -> tuple[AdapterTree, ...]:
+    """The layers' slots one by one, leaves [A, ...]: the sampler's layout, whose layers are a list."""
+    shapes = adapter_shapes(config, width)
+    return tuple(_zeros(num_slots, shapes) for _ in range(config.num_layers))
+
+
+def empty_top_slots(config: ModelConfig, num_slots: int, width: int, tops: Collection[str]) -> AdapterTree:
+    """The same of the top modules; no leaves without any."""
+    return _zeros(num_slots, top_shapes(config, width, tops))
+
+
+def _zeros(num_slots: int, shapes: Mapping[str, Mapping[str, tuple[int, int]]]) -> AdapterTree:
+    return {side: {m: jnp.zeros((num_slots, *shape), jnp.float32) for m, shape in shapes[side].items()} for side in shapes}
 
 
 def gather_rows(layer: AdapterTree, scale_A: jax.Array, slot_R: jax.Array) -> RowAdapters:
@@ -184,7 +253,8 @@ _MIX = (0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D, 0x27D4EB2F)
 
 
 def layer_checksum(layer: Mapping[str, Mapping[str, jax.Array]], index: int) -> jax.Array:
-    """uint32 checksum of one run's adapter in one layer (leaves a [I, r], b [r, O]) on the device; `checksum` is the sum over layers modulo 2^32."""
+    """uint32 checksum of one run's adapter in one layer (leaves a [I, r], b [r, O]) on the device. `checksum` is the sum over layers and the top
+    modules, whose index is 0, modulo 2^32."""
     total = jnp.uint32(0)
     for side, module, salt in _leaf_salts(layer):
         leaf = layer[side][module]
@@ -219,6 +289,6 @@ def checksum(adapter: HostAdapter) -> int:
 def _leaf_salts(adapter: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, str, int]]:
     """(side, module, what sets the leaf's weights apart from every other leaf's) of the modules that `adapter` has."""
     for s, side in enumerate(("a", "b")):
-        for m, module in enumerate((*MODULES, HEAD)):
+        for m, module in enumerate((*MODULES, *TOP_MODULES)):
             if module in adapter[side]:
                 yield side, module, (2 * m + s + 1) * _MIX[3]

@@ -152,7 +152,7 @@ def _lora(fields: dict[str, Any], modules: set[str], path: Path) -> LoraSpec:
                 f"{path}: {name} is {others}, beside {common}; an adapter in noria has one rank and one scale for all its modules"
             )
     attention, mlp = (bool(modules.intersection(part)) for part in (MODULES[:4], MODULES[4:]))
-    return LoraSpec(rank, float(alpha), train_attn=attention, train_mlp=mlp, use_rslora=use_rslora)
+    return LoraSpec(rank, float(alpha), train_attn=attention, train_mlp=mlp, use_rslora=use_rslora, train_unembed=HEAD in modules)
 
 
 def _targets(fields: dict[str, Any], config: ModelConfig, path: Path) -> frozenset[Place]:

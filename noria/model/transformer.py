@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from noria.model.attention import Pairs, attend
 from noria.model.config import ModelConfig
-from noria.model.lora import HEAD, HostAdapter, RowAdapters, delta
+from noria.model.lora import HEAD, Deltas, HostAdapter, RowAdapters, delta
 from noria.types import TILE, IntArray
 
 Weights: TypeAlias = Mapping[str, jax.Array]
@@ -63,18 +63,18 @@ def head_product(params: Mapping[str, Any], normed_MD: jax.Array) -> jax.Array:
     )
 
 
-def project(weights: Weights, adapters: RowAdapters | None, name: str, x_RCI: jax.Array) -> jax.Array:
+def project(weights: Weights, adapters: Deltas | None, name: str, x_RCI: jax.Array) -> jax.Array:
     """x @ weight + bias + the rows' LoRA deltas, float32 [R, C, O]; the base product runs in the weight's dtype."""
     weight, bias_O = weights[name], weights.get(f"{name}_bias")
     rows, length, size = x_RCI.shape
     x = x_RCI.reshape(rows * length, size).astype(weight.dtype)
     y = jnp.matmul(x, weight, preferred_element_type=jnp.float32, precision=precision_of(weight)).reshape(rows, length, -1)
     y = y if bias_O is None else y + bias_O
-    return y if adapters is None else y + delta(x_RCI, adapters.a[name], adapters.b[name], adapters.scale_R)
+    return y if adapters is None else adapters.add(name, x_RCI, y)
 
 
 def before_attention(
-    weights: Weights, adapters: RowAdapters | None, x_RCD: jax.Array, angles: Angles, config: ModelConfig
+    weights: Weights, adapters: Deltas | None, x_RCD: jax.Array, angles: Angles, config: ModelConfig
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Norm, q/k/v projections, head norms where the model has them, rotary: q [R, C, N, H], k and v [R, C, K, H]."""
     h = rms_norm(x_RCD, weights["attn_norm"], config.rms_norm_eps)
@@ -85,7 +85,7 @@ def before_attention(
     return rotate(q, angles), rotate(k, angles), v
 
 
-def after_attention(weights: Weights, adapters: RowAdapters | None, x_RCD: jax.Array, out_RCNH: jax.Array, config: ModelConfig) -> jax.Array:
+def after_attention(weights: Weights, adapters: Deltas | None, x_RCD: jax.Array, out_RCNH: jax.Array, config: ModelConfig) -> jax.Array:
     """Output projection, residual, norm, gated MLP, residual: the layer's output [R, C, D]."""
     x = x_RCD + project(weights, adapters, "o", out_RCNH.reshape(*x_RCD.shape[:2], -1))
     h = rms_norm(x, weights["mlp_norm"], config.rms_norm_eps)
@@ -93,9 +93,7 @@ def after_attention(weights: Weights, adapters: RowAdapters | None, x_RCD: jax.A
     return x + project(weights, adapters, "down", gated)
 
 
-def block(
-    weights: Weights, adapters: RowAdapters | None, x_RCD: jax.Array, *, angles: Angles, attention: Attention, config: ModelConfig
-) -> jax.Array:
+def block(weights: Weights, adapters: Deltas | None, x_RCD: jax.Array, *, angles: Angles, attention: Attention, config: ModelConfig) -> jax.Array:
     """One decoder layer."""
     q, k, v = before_attention(weights, adapters, x_RCD, angles, config)
     return after_attention(weights, adapters, x_RCD, attention(q, k, v), config)

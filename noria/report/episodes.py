@@ -19,9 +19,9 @@ from noria.errors import ConfigError
 from noria.model.weights import load_base
 from noria.protocols import Tokenizer
 from noria.report.files import aside
-from noria.rl.tree import episode_advantages
+from noria.rl.credit import episode_advantages, trained_members
 from noria.service.archive import open_archive
-from noria.types import Episode, Turn
+from noria.types import Turn
 
 COLUMNS: Final = {
     "run": "string",
@@ -79,8 +79,9 @@ def dump(state_dir: Path, name: str, out: Path, *, version: int | None = None) -
 def _rows(settled: SettledGroup, algorithm: AlgorithmConfig, tokenizer: Tokenizer) -> Iterator[dict[str, Any]]:
     group = settled.group
     episodes = sorted(group.episodes, key=lambda e: e.member)
+    trained = trained_members(group, algorithm) if settled.status == TRAINED else frozenset()
     for episode, advantage in zip(episodes, episode_advantages(group, algorithm).tolist(), strict=True):
-        is_trained = settled.status == TRAINED and _trains(episode, advantage, algorithm)
+        is_trained = episode.member in trained
         paths = list(_paths(episode.turns, is_trained))
         for number, tokens in enumerate(paths):
             yield {
@@ -106,12 +107,6 @@ def _rows(settled: SettledGroup, algorithm: AlgorithmConfig, tokenizer: Tokenize
                 "behavior_logprobs": [token[1] for token in tokens],
                 "versions": [token[2] for token in tokens],
             }
-
-
-def _trains(episode: Episode, advantage: float, algorithm: AlgorithmConfig) -> bool:
-    """Whether the episode of a trained group has entries: the rule of `rl.tree.build_tree`."""
-    is_masked = episode.truncated and algorithm.truncated == "mask"
-    return not is_masked and (advantage != 0.0 or algorithm.zero_signal == "train")
 
 
 Token = tuple[int, float | None, int | None, bool]

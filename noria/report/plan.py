@@ -15,6 +15,9 @@ from noria.protocols import EnvironmentFactory
 DEMO_RUNS = ("largest", "first_letter", "doubling")
 """The packaged run files of `noria demo`, in the order of its table."""
 
+RANK_CLASSES = (8, 32, 128)
+"""The rank classes of servers that are made for their runs. A run's is the smallest that holds its rank, whoever else there is."""
+
 
 @dataclass(frozen=True, slots=True)
 class PlannedRun:
@@ -60,10 +63,17 @@ def train_plan(
 
 
 def server_for(configs: Sequence[RunConfig]) -> ServerConfig:
-    """The default server, grown where these runs would not fit."""
+    """The default server with the rank classes of these runs, grown where they would not fit.
+
+    A run's own class depends on its rank alone: beside any others it computes at the same width, and comes to the same bits.
+    """
     plain = ServerConfig()
-    ranks = [config.adapter.rank for config in configs]
-    learner = {"max_rank": max(plain.learner.max_rank, *ranks), "num_slots": max(plain.learner.num_slots, len(configs))}
+    learner = {
+        "rank_classes": tuple(sorted({_rank_class(config.adapter.rank) for config in configs})),
+        "num_slots": max(plain.learner.num_slots, len(configs)),
+        "has_unembed": any(config.lora.train_unembed for config in configs),
+        "has_values": any(config.lora.train_value for config in configs),
+    }
     # a run may hold its newest version, one under evaluation and one that requests still finish; slot 0 is the base
     sampler = {"num_slots": max(plain.sampler.num_slots, 1 + 3 * len(configs))}
     return plain.model_copy(
@@ -73,6 +83,11 @@ def server_for(configs: Sequence[RunConfig]) -> ServerConfig:
             "sampler": plain.sampler.model_copy(update=sampler),
         }
     )
+
+
+def _rank_class(rank: int) -> int:
+    """The canonical class of a rank; a rank above all is a class of its own."""
+    return next((width for width in RANK_CLASSES if width >= rank), rank)
 
 
 def _plan(server: ServerConfig, runs: Sequence[PlannedRun], state_dir: Path | None, resume: bool, steps: int | None) -> Plan:

@@ -9,34 +9,49 @@ Deliberately knows nothing of devices, losses or fairness: the caller orders the
 Shape letters: T position, M entry, N node, Q sequence, B tile = attention block, X (query block, key block) pair, U unit (sequences by their ends).
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from noria.errors import ConfigError, TreeTooLargeError
-from noria.types import TILE, Entries, IntArray, Microbatch, Piece, PlacedPiece, TokenTree
+from noria.types import ENTRY_TILE, TILE, Entries, IntArray, Microbatch, Piece, PlacedPiece, TokenTree
 
-MICROBATCH_POSITIONS = (128, 256, 512, 768, 1024, 1536, 2048, 4096)
-"""Sizes of the axis T, mostly of two significant bits, so that rounding up rarely wastes more than a third. Eight, since a server may hold 16 learner
-programs and each size may need two (score, pull)."""
+NUM_SHAPES = 3
+"""Sizes of the axis T where whole axes are computed: the largest, its half and its quarter. Each needs its own programs (score, loss, pull), and a
+server may hold 16 of a rank class, with those of walks and of the optimizer. Where only tiles that hold a piece are computed, one size serves."""
 
 MIN_TILES = 2
 """Tiles of the shortest axis. With one, XLA makes plain products of the batched ones over gathered adapters, and their bits differ (JAX 0.10): a run
 would train to other bits alone than beside neighbours."""
 
+MAX_CHOICES = 16
+"""Runs that one pass is chosen from: those next in line."""
+
+PASS_COST, ENTRY_COST = 64, 0.5
+"""What a pass and an entry cost, in positions: a pass is dispatched, and reads the base once, however short it is; an entry goes through the head."""
+
 ENTRIES_PER_POSITION = 2
 """M = 2 T: entries outnumber positions where episodes sampled the same tokens; beyond twice, positions are repeated."""
+
+ENTRY_CHUNK = 32
+"""Entries per pass of the head, of which those that hold any are computed: its logits are the largest temporary (32 x 49,152 float32 is 6 MiB). At 32
+rows a product is within a tenth of its best speed on CPU, and half a chunk at the end of each pass is what is wasted."""
 
 
 @dataclass(frozen=True, slots=True)
 class MicrobatchShape:
-    """The static sizes of one microbatch: positions T (a multiple of 64), entries M, pairs X (the worst case, one causal sequence)."""
+    """The static sizes of one microbatch: positions T (a multiple of 64), entries M, pairs X (the worst case, one causal sequence).
+
+    is_counted: of its axis, only tiles that hold a piece are computed (on CPU); else all.
+    """
 
     num_positions: int
     num_entries: int
     num_pairs: int
+    is_counted: bool = True
 
     @property
     def num_tiles(self) -> int:
@@ -47,18 +62,24 @@ class MicrobatchShape:
         """Whether so many tiles and entries fit."""
         return num_tiles <= self.num_tiles and num_entries <= self.num_entries
 
+    def dispatched(self, num_tiles: int) -> int:
+        """Positions that a pass over so many tiles computes."""
+        return (num_tiles if self.is_counted else self.num_tiles) * TILE
 
-def microbatch_shape(num_positions: int) -> MicrobatchShape:
+
+def microbatch_shape(num_positions: int, *, is_counted: bool = True) -> MicrobatchShape:
     """The shape with a T axis of `num_positions`, a multiple of 64 and at least 128. Raises ConfigError otherwise."""
     if num_positions < MIN_TILES * TILE or num_positions % TILE:
         raise ConfigError(f"a microbatch of {num_positions} positions is not a multiple of {TILE} and at least {MIN_TILES * TILE}")
     num_blocks = num_positions // TILE
-    return MicrobatchShape(num_positions, ENTRIES_PER_POSITION * num_positions, num_blocks * (num_blocks + 1) // 2)
+    return MicrobatchShape(num_positions, ENTRIES_PER_POSITION * num_positions, num_blocks * (num_blocks + 1) // 2, is_counted)
 
 
-def shapes_up_to(max_positions: int) -> tuple[MicrobatchShape, ...]:
-    """A server's closed set of shapes, smallest first: the table below `max_positions`, and `max_positions` itself. Raises ConfigError."""
-    return tuple(microbatch_shape(t) for t in (*(t for t in MICROBATCH_POSITIONS if t < max_positions), max_positions))
+def shapes_up_to(max_positions: int, *, is_counted: bool = True) -> tuple[MicrobatchShape, ...]:
+    """A server's closed set of shapes, smallest first: `max_positions`, and where whole axes are computed, its fractions. Raises ConfigError."""
+    num_tiles = microbatch_shape(max_positions).num_tiles
+    sizes = {max(MIN_TILES, -(-num_tiles // 2**k)) for k in range(1 if is_counted else NUM_SHAPES)}
+    return tuple(microbatch_shape(size * TILE, is_counted=is_counted) for size in sorted(sizes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,15 +139,29 @@ def _stretches(tree: TokenTree, last_position_U: IntArray, num_entries_U: IntArr
 
 
 def _join(stretches: Sequence[_Stretch], shape: MicrobatchShape, *, head: int) -> list[_Stretch]:
+    """Neighbours joined into as few tiles as possible, then as few pieces, each behind a head of so many positions; the first the fullest."""
+    position_S = np.cumsum([0, *(s.num_positions for s in stretches)]).tolist()
+    entry_S = np.cumsum([0, *(s.num_entries for s in stretches)]).tolist()
+    # (tiles, pieces, where the first piece stops) of the best way to join the stretches from each on
+    best: list[tuple[int, int, int]] = [(0, 0, 0)] * (len(stretches) + 1)
+    for start in range(len(stretches) - 1, -1, -1):
+        ways = []
+        for stop in range(start + 1, len(stretches) + 1):
+            num_positions = head + position_S[stop] - position_S[start]
+            if stop > start + 1 and (num_positions > shape.num_positions or entry_S[stop] - entry_S[start] > shape.num_entries):
+                break
+            tiles, pieces, _ = best[stop]
+            ways.append((tiles - (-num_positions // TILE), pieces + 1, -stop))
+        tiles, pieces, stop = min(ways)
+        best[start] = tiles, pieces, -stop
     joined: list[_Stretch] = []
-    for s in stretches:
-        if joined:
-            left = joined[-1]
-            both = _Stretch(left.first, s.stop, left.num_positions + s.num_positions, left.num_entries + s.num_entries)
-            if head + both.num_positions <= shape.num_positions and both.num_entries <= shape.num_entries:
-                joined[-1] = both
-                continue
-        joined.append(s)
+    start = 0
+    while start < len(stretches):
+        stop = best[start][2]
+        joined.append(
+            _Stretch(stretches[start].first, stretches[stop - 1].stop, position_S[stop] - position_S[start], entry_S[stop] - entry_S[start])
+        )
+        start = stop
     return joined
 
 
@@ -182,33 +217,88 @@ class MicrobatchPlan:
         return sum(len(p.piece.ids_T) for p in self.pieces)
 
     @property
+    def num_entries(self) -> int:
+        """Entries of the pieces."""
+        return sum(len(p.piece.entries) for p in self.pieces)
+
+    @property
+    def dispatched_positions(self) -> int:
+        """Positions that the pass computes."""
+        return self.shape.dispatched(sum(p.piece.num_tiles for p in self.pieces))
+
+    @property
+    def dispatched_entries(self) -> int:
+        """Entries that the head computes: whole chunks, each piece's entries from a tile of their own."""
+        return -(-sum(p.piece.num_entry_tiles for p in self.pieces) * ENTRY_TILE // ENTRY_CHUNK) * ENTRY_CHUNK
+
+    @property
     def padding_waste(self) -> float:
-        """Fraction of the axis that is padding, 0 to 1."""
-        return 1.0 - self.num_positions / self.shape.num_positions
+        """Fraction of the computed positions that is padding, 0 to 1."""
+        return 1.0 - self.num_positions / self.dispatched_positions
 
 
-def plan_microbatch(ready: Sequence[ReadyRun], shapes: Sequence[MicrobatchShape], max_positions: int) -> MicrobatchPlan:
-    """The next pass of continuous batching: the first run's next pieces in order, then the other runs' into the room that is left.
+def plan_microbatch(ready: Sequence[ReadyRun], shapes: Sequence[MicrobatchShape], max_positions: int, *, at_least: int = 1) -> MicrobatchPlan:
+    """The next pass of continuous batching: of all ways to take each run's next pieces in order, the one that wastes least of the axis.
 
-    ready: at least one run with a piece left, in the order in which the caller wants them served. shapes: `shapes_up_to(...)`, with the largest shape
-    the pieces were cut for. max_positions: how long a pass may be, so that it does not stall decoding; never smaller than one piece, so the first run
-    always moves. The plan gets the smallest shape that holds it. A run's later piece never overtakes an earlier one, here or across passes.
+    ready: at least one run with a piece left, in the order in which the caller wants them served; `at_least` of the first one's next pieces always
+    go, and of ways that waste equally the one that serves earlier runs. shapes: `shapes_up_to(...)`, with the largest shape the pieces were cut for.
+    max_positions: how long a pass may be, so that it does not stall decoding; never smaller than those. A run's later piece never overtakes an
+    earlier one, here or across passes. An axis stays half empty only where nothing is ready that fits on it.
     """
-    first = next(run.pieces[run.next_piece] for run in ready if run.next_piece < len(run.pieces))
-    needed = _smallest(shapes, first.num_tiles, len(first.entries))
-    limit = max((s for s in shapes if s.num_positions <= max_positions), key=lambda s: s.num_positions, default=needed)
-    limit = max(limit, needed, key=lambda s: s.num_positions)
-    chosen: list[PlannedPiece] = []
-    num_tiles = num_entries = 0
-    for run in ready:
-        for index in range(run.next_piece, len(run.pieces)):
-            piece = run.pieces[index]
-            if not limit.holds(num_tiles + piece.num_tiles, num_entries + len(piece.entries)):
-                break
-            num_tiles += piece.num_tiles
-            num_entries += len(piece.entries)
-            chosen.append(PlannedPiece(run.run_id, run.slot, index, piece))
-    return MicrobatchPlan(_smallest(shapes, num_tiles, num_entries), tuple(chosen))
+    waiting = [run for run in ready if run.next_piece < len(run.pieces)][:MAX_CHOICES]
+    first = waiting[0].pieces[waiting[0].next_piece :][:at_least]
+    num_tiles = sum(piece.num_tiles for piece in first)
+    needed = _smallest(shapes, num_tiles, sum(piece.num_entry_tiles for piece in first) * ENTRY_TILE)
+    allowed = max(max_positions // TILE, num_tiles if needed.is_counted else needed.num_tiles)
+    limit = max((s for s in shapes if s.is_counted or s.num_tiles <= allowed), key=lambda s: s.num_positions)
+    limit = replace(limit, num_positions=min(limit.num_tiles, allowed) * TILE)
+    fills: dict[tuple[int, int], _Fill] = {(0, 0): _Fill(0, 0, ())}
+    for run in waiting:
+        fills = _extended(fills, run, limit, at_least=at_least if run is waiting[0] else 0)
+    best = min(fills.items(), key=lambda item: _cost(item[0], item[1], shapes))
+    chosen = (
+        PlannedPiece(run.run_id, run.slot, index, run.pieces[index])
+        for run, count in zip(waiting, best[1].counts, strict=True)
+        for index in range(run.next_piece, run.next_piece + count)
+    )
+    (num_tiles, num_entry_tiles), _ = best
+    return MicrobatchPlan(_smallest(shapes, num_tiles, num_entry_tiles * ENTRY_TILE), tuple(chosen))
+
+
+class _Fill(NamedTuple):
+    """One way to fill an axis: its positions and entries, and how many pieces of each run so far. Compared in this order."""
+
+    num_positions: int
+    num_entries: int
+    counts: tuple[int, ...]
+
+
+def _extended(fills: Mapping[tuple[int, int], _Fill], run: ReadyRun, limit: MicrobatchShape, *, at_least: int) -> dict[tuple[int, int], _Fill]:
+    """Each fill, by its (tiles, tiles of entries), with every number from `at_least` on of the run's next pieces that fits; of equal sizes
+    the fuller one stays."""
+    extended: dict[tuple[int, int], _Fill] = {}
+    for (num_tiles, num_entry_tiles), fill in fills.items():
+        positions, entries = fill.num_positions, fill.num_entries
+        for count in range(len(run.pieces) - run.next_piece + 1):
+            if count:
+                piece = run.pieces[run.next_piece + count - 1]
+                num_tiles, num_entry_tiles = num_tiles + piece.num_tiles, num_entry_tiles + piece.num_entry_tiles
+                positions, entries = positions + len(piece.ids_T), entries + len(piece.entries)
+                if not limit.holds(num_tiles, num_entry_tiles * ENTRY_TILE):
+                    break
+            if count >= at_least:
+                size, longer = (num_tiles, num_entry_tiles), _Fill(positions, entries, (*fill.counts, count))
+                extended[size] = max(extended.get(size, longer), longer)
+    return extended
+
+
+def _cost(size: tuple[int, int], fill: _Fill, shapes: Sequence[MicrobatchShape]) -> tuple[float, tuple[int, ...]]:
+    """What a pass costs beside what it trains, per position it trains; then who is left out."""
+    num_tiles, num_entry_tiles = size
+    shape = _smallest(shapes, num_tiles, num_entry_tiles * ENTRY_TILE)
+    idle_entries = -(-num_entry_tiles * ENTRY_TILE // ENTRY_CHUNK) * ENTRY_CHUNK - fill.num_entries
+    idle = shape.dispatched(num_tiles) - fill.num_positions + ENTRY_COST * idle_entries
+    return (idle + PASS_COST) / fill.num_positions, tuple(-count for count in fill.counts)
 
 
 def _smallest(shapes: Sequence[MicrobatchShape], num_tiles: int, num_entries: int) -> MicrobatchShape:
@@ -230,9 +320,10 @@ def pack(plan: MicrobatchPlan) -> Microbatch:
     end_T = np.arange(1, shape.num_positions + 1, dtype=np.int32)
     slot_tile_B = np.zeros(shape.num_tiles, np.int32)
     slot_M = np.zeros(shape.num_entries, np.int32)
+    slot_entry_tile_E = np.zeros(shape.num_entries // ENTRY_TILE, np.int32)
     entries = _padding_entries(shape.num_entries)
     placed: list[PlacedPiece] = []
-    tile = entry = num_sequences = 0
+    tile = entry = entry_stop = num_sequences = 0
     for planned in plan.pieces:
         piece, start = planned.piece, tile * TILE
         stop, entry_stop = start + len(piece.ids_T), entry + len(piece.entries)
@@ -241,17 +332,33 @@ def pack(plan: MicrobatchPlan) -> Microbatch:
         end_T[start:stop] = piece.end_T + start
         slot_tile_B[tile : tile + piece.num_tiles] = planned.slot
         slot_M[entry:entry_stop] = planned.slot
+        slot_entry_tile_E[entry // ENTRY_TILE :] = planned.slot
         sequences, sequence_M = np.unique(piece.entries.sequence_M, return_inverse=True)
         for f in fields(Entries):
             getattr(entries, f.name)[entry:entry_stop] = getattr(piece.entries, f.name)
         entries.predict_from_M[entry:entry_stop] += start
+        entries.predict_from_M[entry_stop:] = start  # padding reads its own run's piece: no tile of entries ever sees another run's numbers
         entries.sequence_M[entry:entry_stop] = sequence_M + num_sequences
         placed.append(PlacedPiece(planned.run_id, planned.slot, planned.piece_index, tile, piece.num_tiles, entry, len(piece.entries)))
-        tile, entry, num_sequences = tile + piece.num_tiles, entry_stop, num_sequences + len(sequences)
+        entry += piece.num_entry_tiles * ENTRY_TILE
+        tile, num_sequences = tile + piece.num_tiles, num_sequences + len(sequences)
     query_X, key_X = block_pairs(end_T, num_blocks=tile)
     pair_query_X, pair_key_X = np.zeros((2, shape.num_pairs), np.int32)
     pair_query_X[: len(query_X)], pair_key_X[: len(key_X)] = query_X, key_X
-    return Microbatch(ids_T, depth_T, end_T, slot_tile_B, pair_query_X, pair_key_X, len(query_X), entries, slot_M, entry, tuple(placed))
+    return Microbatch(
+        ids_T=ids_T,
+        depth_T=depth_T,
+        end_T=end_T,
+        slot_tile_B=slot_tile_B,
+        pair_query_X=pair_query_X,
+        pair_key_X=pair_key_X,
+        num_pairs=len(query_X),
+        entries=entries,
+        slot_M=slot_M,
+        slot_entry_tile_E=slot_entry_tile_E,
+        num_entries=entry_stop,
+        placed=tuple(placed),
+    )
 
 
 def block_pairs(end_T: IntArray, *, num_blocks: int) -> tuple[IntArray, IntArray]:

@@ -40,6 +40,12 @@ def form_batch(outstanding: Sequence[Outstanding], *, version: int, max_stalenes
     return batch if len(batch) == groups_per_batch else None
 
 
+def rate_scale(staleness: float, k: float) -> float:
+    """What the learning rate of a step is multiplied by: 1 / (1 + k * staleness), since the bias of stale data grows as staleness times learning rate
+    (arXiv 2607.01083). staleness >= 0: of the batch, in versions. k >= 0; 0 = off."""
+    return 1.0 / (1.0 + k * staleness)
+
+
 def beyond_bound(outstanding: Sequence[Outstanding], *, version: int, max_staleness: int) -> list[str]:
     """Ids of ready groups that can no longer train within the bound, to be dropped as "stale".
 

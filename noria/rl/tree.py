@@ -1,6 +1,6 @@
-"""A run's batch as one token tree: advantages, masks, weights and positions of everything its optimizer step trains.
+"""A run's batch as one token tree: masks, weights and positions of everything its optimizer step trains.
 
-    groups ──advantages──▶ candidates ──weights──▶ rows ──prune──▶ trie ──depth first──▶ TokenTree
+    groups ──credit (rl/credit.py)──▶ candidates ──weights──▶ rows ──prune──▶ trie ──depth first──▶ TokenTree
 
 Positions are shared by all episodes of the batch whose ids agree, whatever their group; entries never are. An episode that forked has a row for each
 of its paths: a token is an entry of the path on which it was sampled, once, whatever later paths keep of it. The work is done on whole runs of ids:
@@ -9,16 +9,23 @@ rows are sorted as bytes, neighbours are compared as arrays, and Python steps on
 Shape letters: T position, M entry, N node, Q sequence = row (one path of one trained episode), E episode of the batch.
 """
 
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 import numpy as np
 
 from noria.config import AlgorithmConfig
 from noria.errors import InvalidRequestError
-from noria.rl.advantages import group_advantages
+from noria.rl.credit import (
+    Candidate,
+    TokenScores,
+    candidates_of,
+    episode_advantages,
+    needs_values,
+    scored_episodes,
+    token_weights,
+)
 from noria.types import Entries, Episode, EpisodeGroup, FloatArray, Ids, IntArray, TokenTree, Turn
 
 
@@ -26,9 +33,10 @@ from noria.types import Entries, Episode, EpisodeGroup, FloatArray, Ids, IntArra
 class BatchStatistics:
     """What a batch was made of: plain numbers, for metrics.
 
-    num_groups, num_groups_without_signal (all advantages 0); num_episodes, of which num_truncated were cut, num_empty have no sampled token and
-    num_trained have entries; num_failed: episodes that failed for good and are not in num_episodes. num_entries: trained tokens. num_positions: of
-    the tree; num_positions_unshared: of the same paths laid out one by one. reward_mean, reward_std: of the raw rewards, over all episodes.
+    num_groups, num_groups_without_signal (all rewards equal; with a critic none); num_episodes, of which num_truncated were cut, num_empty have no
+    sampled token and num_trained have entries; num_failed: episodes that failed for good and are not in num_episodes. num_entries: trained tokens.
+    num_positions: of the tree; num_positions_unshared: of the same paths laid out one by one. reward_mean, reward_std: of the raw rewards, over all
+    episodes.
     completion_length_mean: sampled tokens per episode. reward_parts: mean of each named component over the episodes that reported it. Means of
     nothing are 0.
     """
@@ -50,20 +58,10 @@ class BatchStatistics:
 
 
 @dataclass(frozen=True, slots=True)
-class _Candidate:
-    """An episode that counts in the denominator. index: among all episodes of the batch. num_tokens >= 1: its trainable tokens."""
-
-    episode: Episode
-    index: int
-    group: int
-    advantage: float
-    num_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
 class Row:
     """One trained sequence as arrays, at least one entry. path_T: ids up to its last predictor. predictor_depth_M: index in path_T that predicts each
-    target, ascending. episode: its index among all episodes of the batch; the other fields as in `Entries`.
+    target, ascending. episode: its index among all episodes of the batch; columns: further inputs of the loss, the same in every row of a batch
+    (`learner.batches.COLUMNS`); the other fields as in `Entries`.
     """
 
     episode: int
@@ -75,6 +73,16 @@ class Row:
     advantage_M: FloatArray
     weight_M: FloatArray
     version_M: IntArray
+    columns: Mapping[str, FloatArray | IntArray] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class BatchTree:
+    """What one optimizer step trains. columns: further inputs of the loss by entry, [M] (`learner.batches.COLUMNS`)."""
+
+    tree: TokenTree
+    columns: Mapping[str, FloatArray | IntArray]
+    statistics: BatchStatistics
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,28 +98,52 @@ class _Layout:
     predict_from_Q: list[IntArray]
 
 
-def build_tree(groups: Sequence[EpisodeGroup], algorithm: AlgorithmConfig) -> tuple[TokenTree, BatchStatistics]:
-    """The token tree of one optimizer step, and the batch's statistics.
+def build_batch(groups: Sequence[EpisodeGroup], algorithm: AlgorithmConfig, scores: TokenScores | None = None) -> BatchTree:
+    """The token tree of one optimizer step, what its loss reads beside it, and the batch's statistics.
 
-    groups: the whole batch, in the order in which it was formed; episodes are taken by member. What is trained, with which weight:
-        advantages    from the raw rewards of all episodes of a group (`penalize` gives a truncated one reward 0 first)
+    groups: the whole batch, in the order in which it was formed; episodes are taken by member. scores: of the entries of `scoring_tree`, if there is
+    one. What is trained, with which weight:
+        advantages    from the raw rewards of all episodes of a group (`penalize` gives a truncated one reward 0 first; `kl = "reward"` adds the
+                      penalty); with a critic, per token, from its values; in pairs, 1 of the chosen and -1 of the rejected
         not trained   tokens sampled at temperature 0; truncated episodes under `truncated = "mask"`; unless `zero_signal = "train"`, groups of
-                      which nothing is left with an advantage other than 0: they change nothing of the tree
+                      which nothing is left to learn from (`credit.has_signal`): they change nothing of the tree
         weight_M      1 / denominator, which counts what is left: "tokens" 1 / the number of tokens; "episodes" and "groups" give each episode or
-                      group the same total weight, spread evenly over its tokens, all together 1; "none" 1
+                      group the same total weight, spread evenly over its tokens, all together 1; "none" 1. In pairs, that of the pair on each of
+                      its tokens: "tokens" 1 / the number of pairs; "groups" the same total weight for each group; "none" 1
         pruned        unless "train", episodes whose own advantage is 0 although their group has signal: they count in the denominator (so that an
-                      advantage of 0 and one of 1e-9 mean the same) but are not laid out
-    Children stand in order of first appearance, entries by episode, then path, then position; each path is a sequence of its own. A path ends at the
-    position that predicts its last trained token; one without any is left out. If nothing is left to train, the tree is empty.
+                      advantage of 0 and one of 1e-9 mean the same) but are not laid out; with a critic none, since its values train
+    Children stand in order of first appearance, entries by episode, then pair, path, position; each path is a sequence of its own, in each of its
+    episode's pairs. A path ends at the position that predicts its last trained token; one without any is left out. If nothing is left to train, the
+    tree is empty.
 
     Raises InvalidRequestError: a sampled token that nothing precedes. RewardNotFiniteError: see `group_advantages`.
     """
-    candidates, num_without_signal = _candidates(groups, algorithm)
-    weights = _token_weights(candidates, algorithm.denominator)
-    kept = [(c, w) for c, w in zip(candidates, weights, strict=True) if c.advantage != 0.0 or algorithm.zero_signal == "train"]
+    num_without_signal = 0 if needs_values(algorithm) else sum(not episode_advantages(group, algorithm).any() for group in groups)
+    candidates = candidates_of(groups, algorithm, scores)
+    weights = token_weights(candidates, algorithm.denominator)
+    keeps_all = algorithm.zero_signal == "train" or needs_values(algorithm)
+    kept = [(c, w) for c, w in zip(candidates, weights, strict=True) if keeps_all or c.advantage_M.any()]
     rows = [row for candidate, weight in kept for row in _rows(candidate, weight)]
     tree = tree_of(rows, num_episodes=sum(len(g.episodes) for g in groups))
-    return tree, _statistics(groups, tree, num_without_signal, num_unshared=sum(len(r.path_T) for r in rows))
+    columns = {name: np.concatenate([row.columns[name] for row in rows]) for name in (rows[0].columns if rows else ())}
+    return BatchTree(tree, columns, _statistics(groups, tree, num_without_signal, num_unshared=sum(len(r.path_T) for r in rows)))
+
+
+def build_tree(groups: Sequence[EpisodeGroup], algorithm: AlgorithmConfig) -> tuple[TokenTree, BatchStatistics]:
+    """`build_batch` for losses that need neither scores nor columns. Raises as it does."""
+    batch = build_batch(groups, algorithm)
+    assert not batch.columns, f"loss {algorithm.loss} reads {', '.join(batch.columns)} too: build_batch"
+    return batch.tree, batch.statistics
+
+
+def scoring_tree(groups: Sequence[EpisodeGroup], algorithm: AlgorithmConfig) -> TokenTree | None:
+    """What the learner must score before the batch's advantages are known: an entry for each trainable token of `credit.scored_episodes`, in order.
+
+    None if the algorithm needs no scores of these groups. Raises InvalidRequestError: a sampled token that nothing precedes. RewardNotFiniteError.
+    """
+    scored = [Candidate(each, np.zeros(each.num_tokens, np.float32)) for each in scored_episodes(groups, algorithm)]
+    rows = [row for candidate in scored for row in _rows(candidate, 1.0)]
+    return tree_of(rows, num_episodes=sum(len(g.episodes) for g in groups)) if rows else None
 
 
 def tree_of(rows: Sequence[Row], *, num_episodes: int) -> TokenTree:
@@ -140,102 +172,53 @@ def tree_of(rows: Sequence[Row], *, num_episodes: int) -> TokenTree:
     )
 
 
-def episode_advantages(group: EpisodeGroup, algorithm: AlgorithmConfig) -> FloatArray:
-    """The advantage of each episode of the group, by member. Raises RewardNotFiniteError: see `group_advantages`."""
-    episodes = sorted(group.episodes, key=lambda e: e.member)
-    rewards = [0.0 if e.truncated and algorithm.truncated == "penalize" else e.reward for e in episodes]
-    return group_advantages(rewards, algorithm.advantage)
-
-
-def has_signal(group: EpisodeGroup, algorithm: AlgorithmConfig) -> bool:
-    """Whether any token of the group has an advantage to learn from: exactly then `build_tree` would lay it out under `zero_signal = "skip"`.
-
-    Raises RewardNotFiniteError: see `group_advantages`.
-    """
-    candidates, _ = _candidates([group], algorithm)
-    return any(c.advantage != 0.0 for c in candidates)
-
-
 def trained_groups(groups: Sequence[EpisodeGroup], tree: TokenTree) -> frozenset[str]:
     """Ids of the groups that have an entry in their batch's tree. groups: as given to `build_tree`."""
     owner_E = np.repeat(np.arange(len(groups)), [len(group.episodes) for group in groups])
     return frozenset(groups[owner].group_id for owner in np.unique(owner_E[tree.episode_Q]))
 
 
-def _candidates(groups: Sequence[EpisodeGroup], algorithm: AlgorithmConfig) -> tuple[list[_Candidate], int]:
-    """The episodes that count in the denominator, in batch order, and the number of groups whose advantages are all 0."""
-    candidates: list[_Candidate] = []
-    num_without_signal = index = 0
-    for number, group in enumerate(groups):
-        episodes = sorted(group.episodes, key=lambda e: e.member)
-        advantages_G = episode_advantages(group, algorithm)
-        num_without_signal += not advantages_G.any()
-        own: list[_Candidate] = []
-        for episode, advantage in zip(episodes, advantages_G.tolist(), strict=True):
-            is_masked = episode.truncated and algorithm.truncated == "mask"
-            num_tokens = sum(len(t.completion.sampled_ids) for t in episode.turns if t.temperature > 0)
-            if num_tokens and not is_masked:
-                own.append(_Candidate(episode, index, number, advantage, num_tokens))
-            index += 1
-        if algorithm.zero_signal == "train" or any(c.advantage != 0.0 for c in own):
-            candidates += own
-    return candidates, num_without_signal
-
-
-def _token_weights(candidates: Sequence[_Candidate], denominator: str) -> list[float]:
-    """The weight of each token of each candidate: see `build_tree`."""
-    match denominator:
-        case "tokens":
-            num_tokens = sum(c.num_tokens for c in candidates)
-            return [1 / num_tokens for _ in candidates]
-        case "episodes":
-            return [1 / (len(candidates) * c.num_tokens) for c in candidates]
-        case "groups":
-            tokens_of: Counter[int] = Counter()
-            for c in candidates:
-                tokens_of[c.group] += c.num_tokens
-            return [1 / (len(tokens_of) * tokens_of[c.group]) for c in candidates]
-        case _:
-            assert denominator == "none", denominator
-            return [1.0 for _ in candidates]
-
-
-def _rows(candidate: _Candidate, weight: float) -> Iterator[Row]:
+def _rows(candidate: Candidate, weight: float) -> Iterator[Row]:
     """A row for each path of the episode on which tokens that train were sampled. weight: of each token."""
     path_T = np.empty(0, np.int32)
-    for turns in _unforked(candidate.episode.turns):
+    num_before = 0
+    for turns in _unforked(candidate.of.episode.turns):
         head_T = path_T[: turns[0].keep]
         path_T = np.concatenate([head_T, *(_array(ids, np.int32) for turn in turns for ids in _ids_of(turn))])
         if any(turn.temperature > 0 and turn.completion.sampled_ids for turn in turns):
-            yield _row(candidate, weight, path_T, turns, num_kept=len(head_T))
+            row = _row(candidate, weight, path_T, turns, first=num_before, num_kept=len(head_T))
+            num_before += len(row.target_M)
+            yield row
 
 
-def _row(candidate: _Candidate, weight: float, path_T: IntArray, turns: Sequence[Turn], *, num_kept: int) -> Row:
-    """The row of one path, which is num_kept ids and then these turns."""
+def _row(candidate: Candidate, weight: float, path_T: IntArray, turns: Sequence[Turn], *, first: int, num_kept: int) -> Row:
+    """The row of one path, which is num_kept ids and then these turns. first: the candidate's trainable tokens before it."""
     depths: list[IntArray] = []
     trained: list[Turn] = []
     length = num_kept
     for turn in turns:
-        first = length + len(turn.observation_ids)
-        length = first + len(turn.completion.sampled_ids)
-        if turn.temperature > 0 and length > first:
-            depths.append(np.arange(first - 1, length - 1, dtype=np.int32))
+        start = length + len(turn.observation_ids)
+        length = start + len(turn.completion.sampled_ids)
+        if turn.temperature > 0 and length > start:
+            depths.append(np.arange(start - 1, length - 1, dtype=np.int32))
             trained.append(turn)
     depth_M = np.concatenate(depths)
     if depth_M[0] < 0:
         raise InvalidRequestError(
-            f"episode {candidate.episode.episode_id} begins with a sampled token: nothing predicts it. Begin with at least one observation id"
+            f"episode {candidate.of.episode.episode_id} begins with a sampled token: nothing predicts it. Begin with at least one observation id"
         )
+    own = slice(first, first + len(depth_M))
     return Row(
-        episode=candidate.index,
+        episode=candidate.of.index,
         path_T=path_T[: depth_M[-1] + 1],
         predictor_depth_M=depth_M,
         target_M=path_T[depth_M + 1],
         temperature_M=np.repeat(np.array([t.temperature for t in trained], np.float32), [len(d) for d in depths]),
         behavior_logprobs_M=np.concatenate([_array(t.completion.behavior_logprobs, np.float32) for t in trained]),
-        advantage_M=np.full(len(depth_M), candidate.advantage, np.float32),
+        advantage_M=candidate.advantage_M[own],
         weight_M=np.full(len(depth_M), weight, np.float32),
         version_M=np.concatenate([_array(t.completion.versions, np.int32) for t in trained]),
+        columns={name: column_M[own] for name, column_M in candidate.columns.items()},
     )
 
 

@@ -28,7 +28,7 @@ from noria.errors import (
     UnknownVersionError,
 )
 from noria.model.config import ModelConfig
-from noria.model.lora import HostAdapter, misfit
+from noria.model.lora import HostAdapter, misfit, width_of
 from noria.model.placement import BaseParams
 from noria.protocols import Spans
 from noria.sampler.pages import PAGE, PagePool
@@ -85,13 +85,14 @@ class SamplerEngine:
         model: ModelConfig,
         config: SamplerConfig,
         *,
-        max_rank: int,
+        rank_classes: tuple[int, ...],
         eos_id: int,
         spans: Spans,
         wake: Callable[[], None] = lambda: None,
         shapes: Shapes | None = None,
     ) -> None:
-        """max_rank: the rank class of published adapters. eos_id: always a stop id. shapes: the closed set of program shapes, None for the default.
+        """rank_classes: widths of the slots, ascending; a version takes the smallest that holds it. eos_id: always a stop id.
+        shapes: the closed set of program shapes, None for the default.
 
         Raises ConfigError: a pool that cannot hold one request of max_context positions, or a context longer than the model's.
         """
@@ -105,11 +106,11 @@ class SamplerEngine:
         self.counts = SamplerCounts()
         self._model = model
         self._config = config
-        self._max_rank = max_rank
+        self._max_rank = rank_classes[-1]
         self._eos_id = eos_id
         self._spans = spans
         self._wake = wake
-        self._runner = Runner(base, model, config, max_rank=max_rank, shapes=shapes)
+        self._runner = Runner(base, model, config, rank_classes=rank_classes, shapes=shapes)
         self._slots = SlotTable(config.num_slots)
         shapes = self._runner.shapes
         pool = PagePool(config.num_pages)
@@ -162,12 +163,15 @@ class SamplerEngine:
         return True
 
     def publish(self, run_id: str, version: int, adapter: HostAdapter, scale: float) -> None:
-        """Make `version` the run's newest: only adapter bytes move. adapter: leaves of the rank class; scale: `LoraSpec.scale`.
+        """Make `version` the run's newest: only adapter bytes move. adapter: of any width that fits in a slot; scale: `LoraSpec.scale`.
 
         Raises StateConflictError (not after the newest version, or versions of a retired run of this name are still pinned), SlotsExhaustedError,
         InvalidRequestError (wrong shapes, a scale that is not finite).
         """
-        problem = misfit(adapter, self._model, self._max_rank)
+        width = width_of(adapter)
+        problem = misfit(adapter, self._model, width, self._runner.shapes.tops)
+        if problem is None and width > self._max_rank:
+            problem = f"its width is {width}, the slots have {self._max_rank}"
         if problem is not None or not math.isfinite(scale):
             raise InvalidRequestError(f"cannot publish run {run_id!r} version {version}: {problem or f'its scale is {scale}'}")
         while not self._slots.has_room(run_id) and self._scheduler.is_prefilling(run_id):

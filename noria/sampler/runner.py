@@ -1,4 +1,4 @@
-"""All arrays of the sampler, and all its programs: prefill, decode, copy of pages, write of a slot, checksum of a slot.
+"""All arrays of the sampler but the adapters' (`sampler.adapters`), and the programs that run on them: prefill, decode, copy of pages.
 
 A program is compiled once per shape of a closed set (`Shapes`). K/V pools and adapter slots are donated through every program, so that they are
 updated in place. Layers are a Python loop over lists: a scan would copy each layer's weights, which costs more than the layer on CPU.
@@ -23,9 +23,10 @@ import numpy as np
 
 from noria.config import SamplerConfig
 from noria.model.config import ModelConfig
-from noria.model.lora import AdapterTree, HostAdapter, empty_layer_slots, gather_rows, layer_checksum, zero_adapter
+from noria.model.lora import HostAdapter
 from noria.model.placement import BaseParams
-from noria.model.transformer import block, embed, rotary_angles, unembed
+from noria.model.transformer import block, embed, head_product, rms_norm, rotary_angles
+from noria.sampler.adapters import AdapterSlots, Slots, add_head, layer_deltas
 from noria.sampler.paged_attention import BLOCK_PAGES, attend_rows
 from noria.sampler.pages import PAGE
 from noria.sampler.sequence import CHUNK, LANES_PER_TILE, MAX_STOP_IDS, DecodeDispatch, PageCopy, PrefillDispatch, Sampled
@@ -47,6 +48,7 @@ Leaf: TypeAlias = Any
 @dataclass(frozen=True, slots=True)
 class Shapes:
     """The closed set of shapes: one program each. lanes: decode widths, multiples of 8. rows: prefill rows, even. Both in ascending order.
+    tops: top modules (`lora.TOP_MODULES`) that the adapter slots have room for.
 
     A lane's and a row's bits do not depend on their place in a dispatch nor on its other lanes and rows; a lane's do depend on the width, since XLA
     orders the sums of a matrix product by the product's shape. So whatever holds a deterministic run's requests has one width and one number of rows.
@@ -54,11 +56,12 @@ class Shapes:
 
     lanes: tuple[int, ...]
     rows: tuple[int, ...]
+    tops: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, config: SamplerConfig) -> "Shapes":
+    def of(cls, config: SamplerConfig, tops: tuple[str, ...] = ()) -> "Shapes":
         """Few enough to compile quickly, close enough that little is wasted (measured on SmolLM2-135M, two CPU cores)."""
-        return cls(lanes=(*(w for w in (8, 32) if w < config.num_lanes), config.num_lanes), rows=(4, 16))
+        return cls(lanes=(*(w for w in (8, 32) if w < config.num_lanes), config.num_lanes), rows=(4, 16), tops=tops)
 
     @property
     def fixed(self) -> tuple[int, int]:
@@ -97,35 +100,36 @@ class Rows(NamedTuple):
 
 
 class _Resident(NamedTuple):
-    """Arrays that every forward pass reads: weights outside the layers, weights and adapter slots per layer, scales of the slots."""
+    """Arrays that every forward pass reads: weights outside the layers, weights per layer, adapter slots."""
 
     params: Mapping[str, jax.Array]
     layers: tuple[dict[str, jax.Array], ...]
-    adapters: tuple[AdapterTree, ...]
-    scale_A: jax.Array
+    slots: Slots
 
 
 @final
 class Runner:
     """Owner of all device arrays of the sampler. Touched by the device thread only; every method but `warm_up` runs one program per call."""
 
-    def __init__(self, base: BaseParams, model: ModelConfig, config: SamplerConfig, *, max_rank: int, shapes: Shapes | None = None) -> None:
+    def __init__(
+        self, base: BaseParams, model: ModelConfig, config: SamplerConfig, *, rank_classes: tuple[int, ...], shapes: Shapes | None = None
+    ) -> None:
         self.shapes = shapes or Shapes.of(config)
         self._model = model
         self._num_steps = config.steps_per_dispatch
         self._num_table_pages = -(-config.max_context // (PAGE * BLOCK_PAGES)) * BLOCK_PAGES
-        self._max_rank = max_rank
         pool_shape = (config.num_pages, PAGE, model.num_kv_heads, model.head_dim)
         self._k: Pool = tuple(jnp.zeros(pool_shape, jnp.float32) for _ in range(model.num_layers))
         self._v: Pool = tuple(jnp.zeros(pool_shape, jnp.float32) for _ in range(model.num_layers))
-        top = {name: array for name, array in base.stacked.items() if name != "layers"}
-        self._resident = _Resident(top, base.layers, empty_layer_slots(model, config.num_slots, max_rank), jnp.zeros(config.num_slots, jnp.float32))
+        self._top = {name: array for name, array in base.stacked.items() if name != "layers"}
+        self._layers = base.layers
+        self._slots = AdapterSlots(model, config.num_slots, rank_classes, self.shapes.tops)
         self._used: set[tuple[str, int]] = set()
 
     @property
     def num_programs(self) -> int:
         """Programs used so far, each compiled at its first use (once per process for equal models and sizes)."""
-        return len(self._used)
+        return len(self._used) + self._slots.num_programs
 
     def warm_up(self) -> None:
         """Compile every program of the closed set. Takes seconds per program for deep models; without it, the first use compiles."""
@@ -134,8 +138,7 @@ class Runner:
         for rows in self.shapes.rows:
             self._run_prefill(_empty_rows(rows, self._num_table_pages))
         self.copy_pages([PageCopy(0, 0)])
-        self.checksum(0)
-        self.write_slot(0, zero_adapter(self._model, self._max_rank), 0.0)
+        self._slots.warm_up()
 
     def prefill(self, dispatch: PrefillDispatch) -> None:
         """Write the K/V of all rows. Returns when the device is done."""
@@ -169,19 +172,16 @@ class Runner:
             self._k, self._v = _copy_pages(self._k, self._v, page_2X)
 
     def write_slot(self, slot: int, adapter: HostAdapter, scale: float) -> None:
-        """Put an adapter into a slot, in place. It fits the model and the rank class (`lora.misfit`)."""
-        layers = tuple(
-            {side: {name: leaf[layer] for name, leaf in adapter[side].items()} for side in ("a", "b")} for layer in range(self._model.num_layers)
-        )
-        resident = self._resident
-        self._used.add(("write", 1))
-        adapters, scale_A = _write_slot(resident.adapters, resident.scale_A, layers, np.int32(slot), np.float32(scale))
-        self._resident = resident._replace(adapters=adapters, scale_A=scale_A)
+        """Put an adapter into a slot: see `AdapterSlots.write`."""
+        self._slots.write(slot, adapter, scale)
 
     def checksum(self, slot: int) -> int:
         """The integer checksum of the slot's bytes on the device, equal to `lora.checksum` of what was written."""
-        self._used.add(("checksum", 1))
-        return int(_checksum(self._resident.adapters, np.int32(slot)))
+        return self._slots.checksum(slot)
+
+    @property
+    def _resident(self) -> _Resident:
+        return _Resident(self._top, self._layers, self._slots.arrays)
 
     def _run_decode(self, lanes: Lanes) -> tuple[jax.Array, jax.Array]:
         self._used.add(("decode", lanes.table_WP.shape[0]))
@@ -225,7 +225,7 @@ def _decode(resident: _Resident, k: Pool, v: Pool, lanes: Lanes, *, config: Mode
             queries_per_table=1,
             rows_per_group=LANES_PER_TILE,
         )
-        logits_WV = unembed(resident.params, hidden_RCD.reshape(width, -1), config)
+        logits_WV = _unembed(resident, hidden_RCD, lanes.slot_T, config)
         sampled_W, logprobs_W = _sample(logits_WV, lanes, position_W + 1)
         is_last_W = jnp.any(sampled_W[:, None] == lanes.stop_WX, axis=1)
         out_id_SW = out_id_SW.at[step].set(jnp.where(is_active_W, sampled_W, -1))
@@ -286,9 +286,16 @@ def _forward(
             broken_W = jnp.where(is_finite_WKH.all((1, 2)), 0.0, jnp.nan)
             return out.reshape(q_RCNH.shape) + broken_W.reshape(*q_RCNH.shape[:2], 1, 1)
 
-        adapters = gather_rows(resident.adapters[layer], resident.scale_A, slot_R)
-        x_RCD = block(weights, adapters, x_RCD, angles=angles, attention=attention, config=config)
+        deltas = layer_deltas(resident.slots, layer, slot_R)
+        x_RCD = block(weights, deltas, x_RCD, angles=angles, attention=attention, config=config)
     return x_RCD, tuple(new_k), tuple(new_v)
+
+
+def _unembed(resident: _Resident, hidden_RCD: jax.Array, slot_R: jax.Array, config: ModelConfig) -> jax.Array:
+    """Final norm and head, with the rows' own deltas where room for them is compiled in: logits [W, V]."""
+    normed_RCD = rms_norm(hidden_RCD, resident.params["final_norm"], config.rms_norm_eps)
+    logits_WV = head_product(resident.params, normed_RCD.reshape(-1, config.hidden_size))
+    return add_head(resident.slots, slot_R, normed_RCD, logits_WV)
 
 
 def _sample(logits_WV: jax.Array, lanes: Lanes, position_W: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -339,19 +346,6 @@ def _copy_pages(k: Pool, v: Pool, page_2X: jax.Array) -> tuple[Pool, Pool]:
     """Pages page_2X[0] to pages page_2X[1], in every layer; padding copies the trash page onto itself."""
     source, target = page_2X[0], page_2X[1]
     return tuple(x.at[target].set(x[source]) for x in k), tuple(x.at[target].set(x[source]) for x in v)
-
-
-@partial(jax.jit, donate_argnums=(0, 1))
-def _write_slot(
-    adapters: tuple[AdapterTree, ...], scale_A: jax.Array, layers: tuple[AdapterTree, ...], slot: jax.Array, scale: jax.Array
-) -> tuple[tuple[AdapterTree, ...], jax.Array]:
-    return jax.tree.map(lambda leaf, new: leaf.at[slot].set(new), adapters, layers), scale_A.at[slot].set(scale)
-
-
-@jax.jit
-def _checksum(adapters: tuple[AdapterTree, ...], slot: jax.Array) -> jax.Array:
-    parts = [layer_checksum(jax.tree.map(lambda leaf: leaf[slot], layer), index) for index, layer in enumerate(adapters)]
-    return jnp.sum(jnp.stack(parts), dtype=jnp.uint32)
 
 
 # Packing

@@ -21,7 +21,7 @@ from noria.buffer.tables import DROPPED, GROUPS, TRAINED
 from noria.errors import DeadlineExceededError, RunFailedError
 from noria.observe import log_event
 from noria.protocols import Lease
-from noria.rl.tree import has_signal
+from noria.rl.credit import has_signal
 from noria.service.progress import RunState
 from noria.types import DropReason, EpisodeGroup
 

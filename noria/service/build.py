@@ -25,23 +25,23 @@ from noria.adapters.versions import VersionFiles
 from noria.buffer.database import open_database
 from noria.buffer.sqlite import SqliteBuffer
 from noria.clock import RealClock
-from noria.config import RunConfig, ServerConfig, cache_dir
+from noria.config import LearnerConfig, RunConfig, ServerConfig, cache_dir
 from noria.envs.builtin import BUILTIN
 from noria.errors import ConfigError, StateConflictError
 from noria.learner.learner import Learner
-from noria.model.config import ModelConfig
 from noria.model.export import start_from
-from noria.model.lora import AdapterState, initial_state, zero_adapter
+from noria.model.lora import ROOM_SETTINGS, AdapterState, fresh_state, initial_state, resident_tops, trained_tops
 from noria.model.placement import base_dtype, place
 from noria.model.weights import LoadedBase, load_base
 from noria.observe import SpanRecorder, log_event
 from noria.protocols import EnvironmentFactory
 from noria.rl.packing import microbatch_shape
 from noria.sampler.engine import SamplerEngine
+from noria.sampler.runner import Shapes
 from noria.seeds import derive_seed
 from noria.service import store
 from noria.service.device import SharedDevice
-from noria.service.folder import ADAPTERS, DATABASE, exclusive, record_server
+from noria.service.folder import ADAPTERS, DATABASE, PAGES, exclusive, record_server
 from noria.service.loop import Circle
 from noria.service.progress import RunProgress
 from noria.service.publish import PROBE_TOKENS, Publisher
@@ -114,7 +114,7 @@ class Server:
         rules = rules_of(config, config.name, factory, self.base.tokenizer)
         warm_start = config.adapter.warm_start
         start = folder / warm_start if is_new and warm_start is not None else None
-        return rules, await asyncio.to_thread(_first_state, config, self.base.config, self.config.learner.max_rank, start)
+        return rules, await asyncio.to_thread(_first_state, config, self.base, self.config.learner, start)
 
     async def examples(self, config: RunConfig, *, folder: Path) -> tuple[Example, ...]:
         """The examples of the run's supervised phase, none if it has no such phase. Raises DatasetError."""
@@ -148,7 +148,7 @@ async def open_server(config: ServerConfig) -> AsyncIterator[Server]:
         base = await asyncio.to_thread(load_base, config.base)
         database = open_database(state_dir / DATABASE)
         try:
-            circle, spans, clock = _build(config, base, database, state_dir / ADAPTERS)
+            circle, spans, clock = _build(config, base, database, state_dir)
             if config.warm_up:
                 stages = circle.stages
                 await asyncio.gather(asyncio.to_thread(stages.sampler.warm_up), asyncio.to_thread(stages.learner.warm_up))
@@ -161,7 +161,7 @@ async def open_server(config: ServerConfig) -> AsyncIterator[Server]:
             database.dispose()
 
 
-def _build(config: ServerConfig, base: LoadedBase, database: Engine, adapters_dir: Path) -> tuple[Circle, SpanRecorder, RealClock]:
+def _build(config: ServerConfig, base: LoadedBase, database: Engine, state_dir: Path) -> tuple[Circle, SpanRecorder, RealClock]:
     clock = RealClock()
     spans = SpanRecorder(clock)
     dtype = base_dtype() if config.dtype == "auto" else config.dtype
@@ -174,9 +174,12 @@ def _build(config: ServerConfig, base: LoadedBase, database: Engine, adapters_di
             device.wake()
 
     max_stall_s = config.max_stall_ms / 1000
-    learner = Learner(params.stacked, base.config, config.learner, spans=spans, clock=clock, wake=wake, max_stall_s=max_stall_s)
-    eos_id, max_rank = base.tokenizer.eos_id, config.learner.max_rank
-    sampler = SamplerEngine(params, base.config, config.sampler, max_rank=max_rank, eos_id=eos_id, spans=spans, wake=wake)
+    learner = Learner(
+        params.stacked, base.config, config.learner, spans=spans, clock=clock, wake=wake, max_stall_s=max_stall_s, spill_dir=state_dir / PAGES
+    )
+    eos_id, classes = base.tokenizer.eos_id, config.learner.rank_classes
+    shapes = Shapes.of(config.sampler, resident_tops(config.learner))
+    sampler = SamplerEngine(params, base.config, config.sampler, rank_classes=classes, eos_id=eos_id, spans=spans, wake=wake, shapes=shapes)
     shares = {"sampler": config.sampler_share, "learner": 1 - config.sampler_share}
     device = SharedDevice({"sampler": sampler, "learner": learner}, shares, clock, max_stall_s)
     wakers.append(device)
@@ -190,11 +193,11 @@ def _build(config: ServerConfig, base: LoadedBase, database: Engine, adapters_di
         publisher=Publisher(sampler, learner, device, clock=clock, spans=spans, probe_ids=probe_ids, dtype=dtype),
         buffer=buffer,
         pool=ActorPool(sampler, base.tokenizer, clock, spans, chat=base.chat, max_episodes=config.max_episodes),
-        files=VersionFiles(adapters_dir),
+        files=VersionFiles(state_dir / ADAPTERS),
         clock=clock,
         spans=spans,
         shape=microbatch_shape(config.learner.max_positions),
-        max_rank=config.learner.max_rank,
+        sizes=config.learner,
         keep_versions=config.keep_versions,
         weights=TenantWeights(sampler, device),
     )
@@ -203,12 +206,18 @@ def _build(config: ServerConfig, base: LoadedBase, database: Engine, adapters_di
 
 def _check_fits(config: RunConfig, server: ServerConfig) -> None:
     """Raises ConfigError for a run that could never work on this server, before anything of it is made."""
-    rank, max_rank = config.adapter.rank, server.learner.max_rank
     max_tokens, max_context = config.sampling.max_tokens, server.sampler.max_context
     if config.base != server.base:
         raise ConfigError(f"run {config.name} wants base {config.base!r}, this server holds {server.base!r}")
-    if rank > max_rank:
-        raise ConfigError(f"run {config.name} has adapter.rank = {rank}, this server's class is {max_rank}: lower it, or raise learner.max_rank")
+    try:
+        server.learner.class_of(config.adapter.rank)
+    except ConfigError as error:
+        raise ConfigError(f"run {config.name}: adapter.{error}") from error
+    if without_room := set(trained_tops(config.lora)) - set(resident_tops(server.learner)):
+        settings = " and ".join(f"learner.{ROOM_SETTINGS[module]} = true" for module in sorted(without_room))
+        raise ConfigError(f"run {config.name} trains {', '.join(sorted(without_room))}, for which this server has no room: set {settings}")
+    if config.algorithm.prefix_gradient == "stop" and not server.learner.path_positions:
+        raise ConfigError(f'run {config.name} has algorithm.prefix_gradient = "stop", which this server cannot walk: set learner.path_positions')
     if max_tokens >= max_context:
         raise ConfigError(
             f"run {config.name} has sampling.max_tokens = {max_tokens}, which leaves no room for a prompt in this server's "
@@ -216,13 +225,12 @@ def _check_fits(config: RunConfig, server: ServerConfig) -> None:
         )
 
 
-def _first_state(config: RunConfig, base: ModelConfig, max_rank: int, warm_start: Path | None) -> AdapterState:
+def _first_state(config: RunConfig, base: LoadedBase, sizes: LearnerConfig, warm_start: Path | None) -> AdapterState:
     """The state of version 0. warm_start: a PEFT adapter folder to start from."""
-    seed, lora = derive_seed("adapter", config.seed, bits=63), config.adapter.lora
+    seed, lora, width = derive_seed("adapter", config.seed, bits=63), config.lora, sizes.class_of(config.adapter.rank)
     if warm_start is None:
-        return initial_state(base, lora, max_rank, seed)
-    params = start_from(warm_start, base, lora, max_rank, seed)
-    return AdapterState(params, zero_adapter(base, max_rank), zero_adapter(base, max_rank), 0)
+        return initial_state(base.config, lora, width, seed)
+    return fresh_state(start_from(warm_start, base.config, lora, width, seed, base=base.params))
 
 
 def _newest_version(connection: Connection, config: RunConfig, resume: bool) -> int | None:

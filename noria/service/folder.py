@@ -17,6 +17,9 @@ DATABASE = "noria.sqlite"
 ADAPTERS = "adapters"
 """Committed adapter versions (adapters/versions.py)."""
 
+PAGES = "pages"
+"""Training states that fit neither in the learner's slots nor in host memory (learner/paging.py). They mean nothing to a later process."""
+
 LOG = "noria.log"
 """Structured logs, one JSON object a line."""
 

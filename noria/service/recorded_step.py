@@ -2,51 +2,49 @@
 
     version V - 1 on disk ──┐
                             ├──▶ pieces ──▶ learner ──▶ adapter and moments ──▶ checksums, compared with those of version V
-    recorded batch of V ────┘        └────▶ score, cotangents, pull: what each entry and each module had to do with it
+    recorded batch of V ────┘        └────▶ outputs, cotangents, gradient: what each entry and each module had to do with it
 
 On one machine, with the same server file, the checksums are equal bit for bit (design section 6). Nothing in the state folder is changed.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, TypeVar
+from typing import TypeAlias, TypeVar
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-import numpy.typing as npt
 
 from noria.adapters.versions import VersionFiles
 from noria.clock import RealClock
 from noria.config import RunConfig, ServerConfig
 from noria.errors import ConfigError, StateConflictError, UnknownVersionError
-from noria.learner.learner import Learner, RunSpec, StepResult
-from noria.learner.optimizer import empty_state, load_slot
-from noria.learner.step import loss_cotangents, loss_inputs, pull, score, to_device
+from noria.learner.batches import PlannedBatch
+from noria.learner.learner import Learner
+from noria.learner.operations import BatchResult, RunSpec, StepResult
 from noria.model.config import ModelConfig
 from noria.model.lora import AdapterState, HostAdapter
 from noria.model.placement import BaseParams, base_dtype, place
 from noria.model.weights import LoadedBase, load_base
 from noria.observe import SpanRecorder
 from noria.protocols import Tokenizer
-from noria.rl.losses import MAX_LOG_RATIO, loss_table
-from noria.rl.packing import MicrobatchPlan, PlannedPiece, microbatch_shape, pack, shapes_up_to
+from noria.rl.corrections import MAX_LOG_RATIO
+from noria.rl.packing import microbatch_shape
 from noria.service.archive import Archive, open_archive
-from noria.service.batch import prepare
+from noria.service.batch import Scored, ask, draft, prepare, step_optimizer
 from noria.service.folder import recorded_server
 from noria.service.store import VersionRow
 from noria.service.supervised import SUPERVISED_LOSS, load_examples, prepare_examples
-from noria.types import AdapterVersion, FloatArray, IntArray, LossSpec, OptimizerSpec, Piece
+from noria.types import AdapterVersion, FloatArray, IntArray, LossSpec, OptimizerSpec
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class EntryTable:
-    """Every entry of the step, in the order of its pieces, all [M].
+    """Every entry of the step, in the order of its batch, all [M].
 
     target_M: the token. depth_M: the RoPE position that predicts it. sequence_M: its sequence in the batch. behavior_logprobs_M: 0 in a supervised
     phase. cotangent_M: the gradient of the loss with respect to the learner's log-probability.
@@ -90,16 +88,19 @@ class RetakenStep:
         return self.retaken == self.recorded.record
 
 
+_Prepared: TypeAlias = tuple[PlannedBatch, OptimizerSpec]
+_Ask: TypeAlias = Callable[[PlannedBatch], Scored]
+
+
 @dataclass(frozen=True, slots=True)
 class _Recorded:
-    """A step's inputs: the state before it, its batch, and how it trained."""
+    """A step's inputs: the state before it, and how it trained. prepare: its batch and optimizer, once the learner has answered what it asks."""
 
     row: VersionRow
     before: AdapterState
-    pieces: tuple[Piece, ...]
     num_groups: int
     loss: LossSpec
-    optimizer: OptimizerSpec
+    prepare: Callable[[_Ask], _Prepared]
 
 
 def retake(state_dir: Path, name: str, version: int, *, server: ServerConfig | None = None, folder: Path = Path()) -> RetakenStep:
@@ -115,17 +116,17 @@ def retake(state_dir: Path, name: str, version: int, *, server: ServerConfig | N
         server = server or recorded_server(state_dir)
         if server is None:
             raise ConfigError(f"{state_dir} does not say how its server was configured: pass its file with --server-config")
-        before = _state_before(archive, config, version, server.learner.max_rank)
+        before = _state_before(archive, config, version, server.learner.class_of(config.adapter.rank))
         base = load_base(config.base)
         step = _recorded(archive, config, row, before, server=server, base=base, folder=folder)
     return _retake(config, step, server, base)
 
 
-def _state_before(archive: Archive, config: RunConfig, version: int, max_rank: int) -> AdapterState:
+def _state_before(archive: Archive, config: RunConfig, version: int, width: int) -> AdapterState:
     if version < 1:
         raise UnknownVersionError(f"version {version} was made by no optimizer step; name one from 1 on")
     try:
-        return archive.files.load(archive.version(config.name, str(version - 1)).record, max_rank)
+        return archive.files.load(archive.version(config.name, str(version - 1)).record, width)
     except UnknownVersionError as error:
         raise UnknownVersionError(
             f"the step to version {version} begins at version {version - 1}, whose files are gone: {error}. "
@@ -136,22 +137,28 @@ def _state_before(archive: Archive, config: RunConfig, version: int, max_rank: i
 def _recorded(
     archive: Archive, config: RunConfig, row: VersionRow, before: AdapterState, *, server: ServerConfig, base: LoadedBase, folder: Path
 ) -> _Recorded:
-    version, shape = row.record.version, microbatch_shape(server.learner.max_positions)
+    version, shape, algorithm = row.record.version, microbatch_shape(server.learner.max_positions), config.algorithm
     if version <= config.num_supervised_steps:
         examples = load_examples(config, base.tokenizer, base.chat, folder=folder, shape=shape)
         supervised = prepare_examples(examples, config, version, shape)
-        return _Recorded(row, before, supervised.pieces, supervised.num_examples, SUPERVISED_LOSS, config.supervised_optimizer)
+        planned = supervised.planned, config.supervised_optimizer
+        return _Recorded(row, before, supervised.num_examples, SUPERVISED_LOSS, lambda _: planned)
     settled = archive.settled(config.name, trained_version=version)
     if not settled:
         raise StateConflictError(f"no group of run {config.name} is recorded as trained by the step to version {version}")
-    batch = prepare([each.group for each in settled], config.algorithm, shape)
-    return _Recorded(row, before, batch.pieces, len(settled), config.algorithm.loss, config.optimizer)
+    groups, sizes = [each.group for each in settled], {"path_positions": server.learner.path_positions}
+
+    def prepared(answer: _Ask) -> _Prepared:
+        drafted = draft(groups, algorithm, shape, **sizes)
+        batch = prepare(groups, algorithm, shape, **sizes, scored=None if drafted is None else answer(drafted))
+        return batch.planned, step_optimizer(batch, config, version - 1)
+
+    return _Recorded(row, before, len(settled), algorithm.loss_spec, prepared)
 
 
 def _retake(config: RunConfig, step: _Recorded, server: ServerConfig, base: LoadedBase) -> RetakenStep:
     params = place(base.params, jnp.dtype(base_dtype() if server.dtype == "auto" else server.dtype))
-    entries, grad_norms = _look_at(config, step, server, base.config, params)
-    result = _train(config, step, server, base.config, params)
+    planned, batch, gradient, result = _take(config, step, server, base.config, params)
     with TemporaryDirectory() as scratch:  # by the code that wrote the recorded version, so that nothing else can differ
         retaken = VersionFiles(Path(scratch)).write(config.name, step.row.record.version, result.state, config.adapter.rank)
     return RetakenStep(
@@ -159,18 +166,20 @@ def _retake(config: RunConfig, step: _Recorded, server: ServerConfig, base: Load
         recorded=step.row,
         loss=step.loss.kind,
         num_groups=step.num_groups,
-        num_positions=sum(len(piece.ids_T) for piece in step.pieces),
-        entries=entries,
-        grad_norms=grad_norms,
+        num_positions=result.num_positions,
+        entries=_table(planned, batch),
+        grad_norms=_norms(gradient),
         result=result,
         retaken=retaken,
         tokenizer=base.tokenizer,
     )
 
 
-def _train(config: RunConfig, step: _Recorded, server: ServerConfig, model: ModelConfig, params: BaseParams) -> StepResult:
-    """The step, by the learner itself."""
-    clock = RealClock()
+def _take(
+    config: RunConfig, step: _Recorded, server: ServerConfig, model: ModelConfig, params: BaseParams
+) -> tuple[PlannedBatch, BatchResult, HostAdapter, StepResult]:
+    """The step, by the learner itself: its batch, what that came to, its gradient, its result."""
+    clock, name = RealClock(), config.name
     spans = SpanRecorder(clock)
     learner = Learner(params.stacked, model, server.learner, spans=spans, clock=clock, wake=lambda: None, max_stall_s=server.max_stall_ms / 1000)
 
@@ -179,43 +188,30 @@ def _train(config: RunConfig, step: _Recorded, server: ServerConfig, model: Mode
             learner.step()
         return future.result()
 
-    spec = RunSpec(config.name, config.adapter.lora, config.optimizer, config.algorithm.loss)
-    finish(learner.load_run(spec, step.before))
-    return finish(learner.train(config.name, step.pieces, loss=step.loss, optimizer=step.optimizer))
+    finish(learner.load_run(RunSpec(name, config.lora, config.optimizer, config.algorithm.loss_spec), step.before))
+    planned, optimizer = step.prepare(lambda drafted: Scored(drafted, [finish(each) for each in ask(learner, name, drafted, config.algorithm)]))
+    batch = finish(learner.forward_backward(name, planned, step.loss))
+    gradient = finish(learner.pending_gradient(name))
+    optim, state = finish(learner.optim_step(name, optimizer)), finish(learner.save(name))
+    sizes, device_s = (batch.num_positions, batch.num_entries), batch.device_s + optim.device_s
+    return planned, batch, gradient, StepResult(name, state, optim.grad_norm, optim.learning_rate, batch.metrics, *sizes, device_s)
 
 
-def _look_at(config: RunConfig, step: _Recorded, server: ServerConfig, model: ModelConfig, params: BaseParams) -> tuple[EntryTable, dict[str, float]]:
-    """The step's entries, and the norm of its gradient by module, one piece after another in a slot of their own."""
-    state = load_slot(empty_state(model, server.learner.num_slots, server.learner.max_rank), 0, step.before)
-    scale_A = np.zeros(server.learner.num_slots, np.float32)
-    scale_A[0] = config.adapter.lora.scale
-    scales, losses, gradient = jnp.asarray(scale_A), loss_table({0: step.loss}, server.learner.num_slots), state.gradient
-    shapes = shapes_up_to(server.learner.max_positions)
-    tables: list[dict[str, npt.NDArray[Any]]] = []
-    for index, piece in enumerate(step.pieces):
-        shape = next(shape for shape in shapes if shape.holds(piece.num_tiles, len(piece.entries)))
-        microbatch = pack(MicrobatchPlan(shape, (PlannedPiece(config.name, 0, index, piece),)))
-        arrays = to_device(microbatch)
-        outputs, residuals = score(params.stacked, state.params, scales, arrays, model)
-        cotangent_M, _ = loss_cotangents(outputs, loss_inputs(microbatch), losses)
-        tables.append(_columns(piece, np.asarray(outputs.learner_logprobs_M), np.asarray(cotangent_M)))
-        gradient = pull(params.stacked, state.params, scales, arrays, residuals, cotangent_M=cotangent_M, accumulators=gradient, config=model)
-    columns = {name: np.concatenate([table[name] for table in tables]) for name in tables[0]}
-    return EntryTable(**columns), _norms(jax.tree.map(lambda leaf: np.asarray(leaf)[:, 0], gradient))
-
-
-def _columns(piece: Piece, learner_logprobs_M: FloatArray, cotangent_M: FloatArray) -> dict[str, npt.NDArray[Any]]:
-    entries, count = piece.entries, len(piece.entries)
-    return {
-        "target_M": entries.target_M,
-        "depth_M": piece.depth_T[entries.predict_from_M],
-        "sequence_M": entries.sequence_M,
-        "behavior_logprobs_M": entries.behavior_logprobs_M,
-        "learner_logprobs_M": learner_logprobs_M[:count],
-        "advantage_M": entries.advantage_M,
-        "weight_M": entries.weight_M,
-        "cotangent_M": cotangent_M[:count],
-    }
+def _table(batch: PlannedBatch, result: BatchResult) -> EntryTable:
+    entries = batch.entries
+    depth_M = np.zeros(len(entries), np.int32)
+    for part, place_M in zip(batch.parts, batch.places, strict=True):
+        depth_M[place_M] = part.depth_T[part.entries.predict_from_M]
+    return EntryTable(
+        target_M=entries.target_M,
+        depth_M=depth_M,
+        sequence_M=entries.sequence_M,
+        behavior_logprobs_M=entries.behavior_logprobs_M,
+        learner_logprobs_M=result.outputs.learner_logprobs_M,
+        advantage_M=entries.advantage_M,
+        weight_M=entries.weight_M,
+        cotangent_M=result.cotangents.learner_logprobs_M,
+    )
 
 
 def _norms(gradient: HostAdapter) -> dict[str, float]:

@@ -24,7 +24,7 @@ from noria.errors import (
     StageStoppedError,
     UnknownVersionError,
 )
-from noria.learner.learner import RunSpec
+from noria.learner.operations import RunSpec
 from noria.model.lora import AdapterState
 from noria.observe import log_event
 from noria.service import store
@@ -121,7 +121,7 @@ class ActiveRun:
         stages, newest = self._stages, rows[-1].record
         await stages.buffer.transaction(self._register)
         self._evaluations.restore(await stages.buffer.transaction(lambda connection: store.evaluations(connection, self.run_id)))
-        state = await asyncio.to_thread(stages.files.load, newest, stages.max_rank)
+        state = await asyncio.to_thread(stages.files.load, newest, stages.width_of(self.config))
         await self._load(state)
         pending = self._evaluations.pending(newest.version)
         for row in rows[:-1]:
@@ -140,7 +140,7 @@ class ActiveRun:
         """Begin the evaluation of a version that is not the newest. If its files are lost it stays without one, and the run resumes."""
         stages = self._stages
         try:
-            state = await asyncio.to_thread(stages.files.load, record, stages.max_rank)
+            state = await asyncio.to_thread(stages.files.load, record, stages.width_of(self.config))
         except (UnknownVersionError, AdapterFileCorruptError) as error:
             log_event(log, logging.ERROR, "evaluation lost", run_id=self.run_id, version=record.version, error=str(error))
             return
@@ -172,7 +172,7 @@ class ActiveRun:
     async def _load(self, state: AdapterState) -> None:
         config = self.config
         self._stages.weights.join(config)
-        spec = RunSpec(self.run_id, config.adapter.lora, config.optimizer, config.algorithm.loss, config.weight)
+        spec = RunSpec(self.run_id, config.lora, config.optimizer, config.algorithm.loss_spec, config.weight)
         await self._state.wait_for(self._stages.learner.load_run(spec, state), config.deadlines.publish_s, "load the run")
 
     async def _train(self) -> None:

@@ -9,7 +9,7 @@ from typing import TypeVar, final
 from noria.actors.pool import ActorPool
 from noria.adapters.versions import VersionFiles
 from noria.buffer.sqlite import SqliteBuffer
-from noria.config import RunConfig
+from noria.config import LearnerConfig, RunConfig
 from noria.errors import StageStoppedError
 from noria.learner.learner import Learner
 from noria.protocols import Clock, Spans
@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Stages:
-    """What a run uses of its server. All runs share these objects."""
+    """What a run uses of its server. All runs share these objects. shape: the learner's largest microbatch; sizes: its configuration."""
 
     learner: Learner
     sampler: SamplerEngine
@@ -35,9 +35,13 @@ class Stages:
     clock: Clock
     spans: Spans
     shape: MicrobatchShape
-    max_rank: int
+    sizes: LearnerConfig
     keep_versions: int
     weights: "TenantWeights"
+
+    def width_of(self, config: RunConfig) -> int:
+        """The width of the rank class of a run that fits on this server."""
+        return self.sizes.class_of(config.adapter.rank)
 
     async def on_device(self, function: Callable[[], T], timeout_s: float, what: str) -> T:
         """The result of `function`, called on the device thread. Raises what it raises, DeadlineExceededError, StageStoppedError."""

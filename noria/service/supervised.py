@@ -12,10 +12,11 @@ from typing import Final
 
 from noria.config import RunConfig
 from noria.errors import DatasetError
-from noria.learner.learner import StepResult
+from noria.learner.batches import BatchPlanner, PlannedBatch
+from noria.learner.operations import StepResult
 from noria.observe import log_event
 from noria.protocols import Tokenizer
-from noria.rl.packing import MicrobatchShape, cut
+from noria.rl.packing import MicrobatchShape
 from noria.rl.supervised import batch_indices, example_tree
 from noria.text.chat import ChatFormat
 from noria.text.examples import Example, read_examples
@@ -30,10 +31,15 @@ SUPERVISED_LOSS: Final = LossSpec(kind="cross_entropy")
 class SupervisedBatch:
     """Examples, ready to train. epoch: of the first of them, from 0. num_positions_unshared: of the same examples laid out one by one."""
 
-    pieces: tuple[Piece, ...]
+    planned: PlannedBatch
     num_examples: int
     epoch: int
     num_positions_unshared: int
+
+    @property
+    def pieces(self) -> tuple[Piece, ...]:
+        """What the learner visits one after another."""
+        return self.planned.parts
 
 
 def load_examples(config: RunConfig, tokenizer: Tokenizer, chat: ChatFormat | None, *, folder: Path, shape: MicrobatchShape) -> tuple[Example, ...]:
@@ -64,7 +70,7 @@ def prepare_examples(examples: Sequence[Example], config: RunConfig, version: in
     chosen = [examples[i] for i in batch_indices(step, num_examples=len(examples), batch_size=size, seed=config.seed)]
     tree = example_tree(chosen, config.algorithm.denominator)
     unshared = sum(int(example.is_trained_T.nonzero()[0][-1]) for example in chosen)
-    return SupervisedBatch(cut(tree, shape), len(chosen), step * size // len(examples), unshared)
+    return SupervisedBatch(BatchPlanner(shape).plan(tree), len(chosen), step * size // len(examples), unshared)
 
 
 def supervised_metrics(batch: SupervisedBatch, result: StepResult) -> dict[str, float]:

@@ -3,6 +3,7 @@
     supervised phase         examples of the file              ──▶ tree ──▶ learner ──▶ commit ──▶ publish
     reinforcement learning   groups, as soon as a batch of them
                              can be formed within the bound    ──▶ tree ──▶ learner ──▶ commit ──▶ publish ──▶ places are free
+                             (a critic, or a penalty in the reward, has the learner score them first)
 
 After each step the evaluation of its version begins, if it is due, beside what follows.
 """
@@ -14,16 +15,17 @@ from typing import final
 from sqlalchemy import Connection
 
 from noria.errors import DeadlineExceededError, StageStoppedError
-from noria.learner.learner import StepResult
+from noria.learner.batches import PlannedBatch
+from noria.learner.operations import StepResult
 from noria.rl.staleness import beyond_bound, form_batch
 from noria.service.admission import Admission
-from noria.service.batch import Batch, prepare, step_metrics
+from noria.service.batch import Batch, Scored, ask, draft, prepare, step_metrics, step_optimizer
 from noria.service.evaluations import Evaluations
 from noria.service.progress import RunState
 from noria.service.supervised import SUPERVISED_LOSS, prepare_examples, supervised_metrics
 from noria.service.versions import Versions
 from noria.text.examples import Example
-from noria.types import DropReason, EpisodeGroup, LossSpec, OptimizerSpec, Piece
+from noria.types import DropReason, EpisodeGroup, LossSpec, OptimizerSpec
 
 
 @final
@@ -56,7 +58,7 @@ class Training:
     async def _supervised_step(self) -> bool:
         version = self._state.progress.version + 1
         batch = await asyncio.to_thread(prepare_examples, self._examples, self._config, version, self._stages.shape)
-        result = await self._compute(batch.pieces, SUPERVISED_LOSS, self._config.supervised_optimizer)
+        result = await self._compute(batch.planned, SUPERVISED_LOSS, self._config.supervised_optimizer)
         await self._versions.add(result.state, supervised_metrics(batch, result))
         return True
 
@@ -69,8 +71,9 @@ class Training:
             self._state.progress.message = self._state.exhausted
             return False
         try:
-            batch = await asyncio.to_thread(prepare, groups, self._config.algorithm, self._stages.shape)
-            result = await self._compute(batch.pieces) if batch.pieces else None
+            batch = await self._prepare(groups)
+            optimizer = step_optimizer(batch, self._config, self._state.progress.version)
+            result = await self._compute(batch.planned, optimizer=optimizer) if batch.pieces else None
         except (StageStoppedError, DeadlineExceededError):
             raise
         except Exception:  # or every restart would take the same batch again, and fail again
@@ -84,7 +87,7 @@ class Training:
             self._stages.buffer.settle_trained(connection, batch.trained, version)
             self._stages.buffer.settle_dropped(connection, batch.untrained, "no_signal")
 
-        metrics = step_metrics(batch, result, self._state.progress.version)
+        metrics = step_metrics(batch, result, self._config.algorithm, self._state.progress.version)
         await self._versions.add(result.state, metrics, settle, settled=(*batch.trained, *batch.untrained))
         return True
 
@@ -104,9 +107,19 @@ class Training:
                 await state.change_since(seen)
         return None
 
-    async def _compute(self, pieces: Sequence[Piece], loss: LossSpec | None = None, optimizer: OptimizerSpec | None = None) -> StepResult:
+    async def _prepare(self, groups: Sequence[EpisodeGroup]) -> Batch:
+        """The batch, once the learner has scored what must be known before its advantages are."""
+        state, learner, algorithm = self._state, self._stages.learner, self._config.algorithm
+        sizes = {"path_positions": learner.planner.path_positions}
+        scored, drafted = None, await asyncio.to_thread(draft, groups, algorithm, self._stages.shape, **sizes)
+        if drafted is not None:
+            what, asked = f"score the batch after version {state.progress.version}", ask(learner, state.run_id, drafted, algorithm)
+            scored = Scored(drafted, [await state.wait_for(each, self._config.deadlines.train_s, what) for each in asked])
+        return await asyncio.to_thread(prepare, groups, algorithm, self._stages.shape, **sizes, scored=scored)
+
+    async def _compute(self, batch: PlannedBatch, loss: LossSpec | None = None, optimizer: OptimizerSpec | None = None) -> StepResult:
         state = self._state
-        training = self._stages.learner.train(state.run_id, pieces, loss=loss, optimizer=optimizer)
+        training = self._stages.learner.train(state.run_id, batch, loss=loss, optimizer=optimizer)
         return await state.wait_for(training, self._config.deadlines.train_s, f"train the step after version {state.progress.version}")
 
     async def _settle_untrained(self, batch: Batch) -> bool:

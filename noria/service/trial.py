@@ -18,17 +18,17 @@ import numpy as np
 from noria.actors.evaluation import held_out_tasks
 from noria.actors.group import EpisodeFailure, GroupOutcome
 from noria.actors.rules import EpisodeRules
-from noria.config import RunConfig, ServerConfig
+from noria.config import AlgorithmConfig, RunConfig, ServerConfig
 from noria.errors import RunFailedError
-from noria.learner.learner import RunSpec, StepResult
-from noria.learner.step import ENTRY_CHUNK
+from noria.learner.operations import RunSpec, StepResult
 from noria.model.config import ModelConfig
-from noria.model.lora import AdapterState, adapter_shapes, checksum
+from noria.model.lora import AdapterState, checksum, host_shapes, resident_tops
 from noria.model.placement import base_dtype
 from noria.protocols import EnvironmentFactory, Lease, Tokenizer
-from noria.rl.tree import episode_advantages
+from noria.rl.credit import episode_advantages
+from noria.rl.packing import ENTRY_CHUNK
 from noria.sampler.pages import PAGE
-from noria.service.batch import Batch, prepare
+from noria.service.batch import Batch, Scored, ask, draft, prepare
 from noria.service.build import Server
 from noria.service.supervised import prepare_examples
 from noria.text.examples import Example
@@ -102,14 +102,14 @@ async def try_run(server: Server, config: RunConfig, *, folder: Path, environmen
     rules, initial = await server.prepare(config, folder=folder, environment=environment)
     examples = await server.examples(config, folder=folder)
     stages.weights.join(config)
-    spec = RunSpec(config.name, config.adapter.lora, config.optimizer, config.algorithm.loss, config.weight)
+    spec = RunSpec(config.name, config.lora, config.optimizer, config.algorithm.loss_spec, config.weight)
     await asyncio.wrap_future(stages.learner.load_run(spec, initial))
     await _publish(server, config, 0, initial)
     outcome = await _play(server, config, rules, 0)
     if outcome.group is None:
         failure = outcome.failures[0]
         raise RunFailedError(f"run {config.name}: {len(outcome.failures)} episodes of the first group failed; {failure.code}: {failure.message}")
-    batch = prepare([outcome.group], config.algorithm, stages.shape)
+    batch = await _prepared(server, config.name, [outcome.group], config.algorithm)
     timing = await _time(server, config, rules, outcome.group)
     evaluated = len(held_out_tasks(rules.environment, config.evaluation.num_tasks)) * config.evaluation.samples
     return Trial(
@@ -148,21 +148,35 @@ async def _time(server: Server, config: RunConfig, rules: EpisodeRules, first: E
     outcomes = await asyncio.gather(*(_play(server, config, rules, number) for number in range(count + 1, 2 * count + 1)))
     play_s = clock.now() - start_s
     busy = server.spans.busy("sampler", play_s)
-    groups = [outcome.group for outcome in outcomes if outcome.group is not None] or [first]
+    groups = [_told_apart(outcome.group) for outcome in outcomes if outcome.group is not None] or [_told_apart(first)]
     timed = algorithm.model_copy(update={"zero_signal": "train", "truncated": "keep"})  # or a group without signal would take no time
-    pieces = prepare(groups, timed, stages.shape).pieces
-    results: list[StepResult] = [await asyncio.wrap_future(stages.learner.train(config.name, pieces)) for _ in range(2)]
+    batches = [await _prepared(server, config.name, groups, timed) for _ in range(2)]
+    results: list[StepResult] = [await asyncio.wrap_future(stages.learner.train(config.name, batch.planned)) for batch in batches]
     start_s = clock.now()
     await _publish(server, config, 1, results[-1].state)
-    scale, last = algorithm.groups_per_batch / len(groups), results[-1]
+    scale, last, scoring_s = algorithm.groups_per_batch / len(groups), results[-1], batches[-1].scoring_metrics.get("device_s", 0.0)
     return Timing(
         play_s=play_s * algorithm.groups_per_batch / count,
         sample_s=play_s * busy * algorithm.groups_per_batch / count,
-        learn_s=last.device_s * scale,
+        learn_s=(last.device_s + scoring_s) * scale,
         publish_s=clock.now() - start_s,
         position_s=last.device_s / max(1, last.num_positions),
         num_timed_groups=count,
     )
+
+
+def _told_apart(group: EpisodeGroup) -> EpisodeGroup:
+    """The group with rewards that all differ, since one of equals may have nothing to train, and so nothing to time."""
+    return replace(group, episodes=tuple(replace(episode, reward=float(episode.member)) for episode in group.episodes))
+
+
+async def _prepared(server: Server, run_id: str, groups: Sequence[EpisodeGroup], algorithm: AlgorithmConfig) -> Batch:
+    stages = server.stages
+    sizes = {"path_positions": stages.learner.planner.path_positions}
+    scored, drafted = None, draft(groups, algorithm, stages.shape, **sizes)
+    if drafted is not None:
+        scored = Scored(drafted, [await asyncio.wrap_future(each) for each in ask(stages.learner, run_id, drafted, algorithm)])
+    return prepare(groups, algorithm, stages.shape, **sizes, scored=scored)
 
 
 def _estimate(server: Server, config: RunConfig, timing: Timing, examples: Sequence[Example], *, num_evaluated: int) -> Estimate:
@@ -200,16 +214,19 @@ def memory_bytes(model: ModelConfig, server: ServerConfig) -> dict[str, int]:
     itemsize = 2 if dtype == "bfloat16" else 4
     in_layers = model.num_layers * sum(math.prod(shape) for shape in model.layer_shapes.values())
     device = model.num_parameters + (0 if is_cpu else in_layers)  # elsewhere the sampler's layers are arrays of their own
-    shapes = adapter_shapes(model, server.learner.max_rank)
-    adapter = 4 * model.num_layers * sum(math.prod(shape) for side in shapes.values() for shape in side.values())
+    tops = resident_tops(server.learner)
+
+    def adapter(width: int) -> int:
+        return 4 * sum(math.prod(shape) for side in host_shapes(model, width, tops).values() for shape in side.values())
+
     heads, width = model.num_heads, model.num_heads * model.head_dim
     kept = 4 * (model.num_layers * (model.hidden_size + width + heads) + model.hidden_size)
     return {
         "host weights": 0 if is_cpu and itemsize == 4 else 4 * model.num_parameters,
         f"base, {dtype}": itemsize * device,
         "K/V pool": server.sampler.num_pages * PAGE * model.kv_bytes_per_position(np.float32),
-        "adapter slots, sampler": server.sampler.num_slots * adapter,
-        "adapter slots, learner": 4 * server.learner.num_slots * adapter,  # parameters, two moments, gradient
+        "adapter slots, sampler": server.sampler.num_slots * sum(map(adapter, server.learner.rank_classes)),
+        "adapter slots, learner": 4 * server.learner.num_slots * sum(map(adapter, server.learner.rank_classes)),  # parameters, moments, gradient
         "microbatch residuals": server.learner.max_positions * kept,
         "logits of the head": 3 * ENTRY_CHUNK * model.vocab_size * 4,
     }

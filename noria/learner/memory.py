@@ -1,0 +1,70 @@
+"""How much memory a pass needs, before anything is allocated: what executors are chosen by. Pure functions, checked against the compiler.
+
+    alive always      base, slots, gradient of the slots
+    a packed pass     what score keeps for pull, and what pull has beside it
+    a walk's visit    the same of one chunk, its keys and values, the path's, and the path's gradient
+
+All figures are bytes. Deliberately not here: the optimizer's moments, which are there whatever runs.
+"""
+
+from noria.model.attention import SPAN
+from noria.model.config import ModelConfig
+from noria.model.lora import host_shapes
+from noria.rl.packing import ENTRY_CHUNK, MicrobatchShape
+from noria.types import TILE
+
+FLOAT = 4
+"""Bytes of a float32."""
+
+
+def slot_bytes(config: ModelConfig, num_slots: int, width: int, tops: tuple[str, ...] = ()) -> int:
+    """The adapters of all slots of a rank class, or their gradients. tops: top modules that there is room for."""
+    shapes = host_shapes(config, width, tops)
+    return FLOAT * num_slots * sum(layers * rows * columns for leaves in shapes.values() for layers, rows, columns in leaves.values())
+
+
+def path_bytes(config: ModelConfig, num_blocks: int) -> int:
+    """The keys and values of a path of so many blocks; its gradient takes as much."""
+    return 2 * FLOAT * config.num_layers * num_blocks * TILE * config.num_kv_heads * config.head_dim
+
+
+def packed_bytes(config: ModelConfig, shape: MicrobatchShape, *, base: int, slots: int) -> int:
+    """The most that a packed pass has alive, the gradient of the slots included. base: of the base's matrices, slots: see `slot_bytes`."""
+    return base + 2 * slots + _kept(config, shape) + _pull_scratch(config, shape, base=base, slots=slots)
+
+
+def replay_bytes(config: ModelConfig, shape: MicrobatchShape, num_blocks: int, *, base: int, slots: int) -> int:
+    """The most that a visit of a walk has alive, however many branches the tree has. shape: of its chunks. num_blocks: of the path's axis."""
+    positions = shape.num_positions
+    heads, kv_heads = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    scores = 2 * FLOAT * config.num_heads * positions * SPAN * TILE  # of all queries with one span of the path
+    beside_scores = _layer(config, base, slots) + FLOAT * positions * (config.hidden_size + 2 * heads + 4 * kv_heads) + scores
+    scratch = max(_pull_scratch(config, shape, base=base, slots=slots), beside_scores)
+    chunk = _kept(config, shape) + path_bytes(config, shape.num_tiles)
+    return base + 2 * slots + 2 * path_bytes(config, num_blocks) + chunk + scratch
+
+
+def _layer_weights(config: ModelConfig) -> int:
+    heads, kv_heads = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    return config.hidden_size * (2 * heads + 2 * kv_heads + 3 * config.intermediate_size)
+
+
+def _layer(config: ModelConfig, base: int, slots: int) -> int:
+    """One layer's weights and slots, which a scan over layers copies out."""
+    return int(base * _layer_weights(config) / config.num_parameters + slots / config.num_layers)
+
+
+def _kept(config: ModelConfig, shape: MicrobatchShape) -> int:
+    """What score keeps for pull: inputs of layers, attention's outputs; and the microbatch itself, its outputs, their cotangents."""
+    per_layer = config.hidden_size + config.num_heads * config.head_dim + config.num_heads
+    kept = shape.num_positions * (config.num_layers * per_layer + config.hidden_size + 3)
+    return FLOAT * (kept + 6 * shape.num_entries + 2 * shape.num_pairs)
+
+
+def _pull_scratch(config: ModelConfig, shape: MicrobatchShape, *, base: int, slots: int) -> int:
+    """What pull has beside it at the most: in a layer, or in the head. Queries, keys, values and their cotangents exist flat and in blocks."""
+    heads, kv_heads = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    layer = FLOAT * shape.num_positions * (config.hidden_size + 5 * heads + 8 * kv_heads)
+    tile = FLOAT * TILE * (8 * config.intermediate_size + 4 * config.hidden_size)
+    head = 4 * FLOAT * ENTRY_CHUNK * config.vocab_size
+    return max(_layer(config, base, slots) + layer + tile, head)
