@@ -13,13 +13,14 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from statistics import fmean
 
 import numpy as np
 
 from noria.config import AlgorithmConfig
 from noria.errors import InvalidRequestError
 from noria.rl.advantages import group_advantages
-from noria.types import Entries, Episode, EpisodeGroup, FloatArray, Ids, IntArray, TokenTree, Turn
+from noria.types import Denominator, Entries, Episode, EpisodeGroup, FloatArray, Ids, IntArray, TokenTree, Turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,8 +108,8 @@ def build_tree(groups: Sequence[EpisodeGroup], algorithm: AlgorithmConfig) -> tu
     Raises InvalidRequestError: a sampled token that nothing precedes. RewardNotFiniteError: see `group_advantages`.
     """
     candidates, num_without_signal = _candidates(groups, algorithm)
-    weights = _token_weights(candidates, algorithm.denominator)
-    kept = [(c, w) for c, w in zip(candidates, weights, strict=True) if c.advantage != 0.0 or algorithm.zero_signal == "train"]
+    weights = token_weights([c.num_tokens for c in candidates], [c.group for c in candidates], algorithm.denominator)
+    kept = [(c, w) for c, w in zip(candidates, weights, strict=True) if _is_laid_out(c, algorithm)]
     rows = [row for candidate, weight in kept for row in _rows(candidate, weight)]
     tree = tree_of(rows, num_episodes=sum(len(g.episodes) for g in groups))
     return tree, _statistics(groups, tree, num_without_signal, num_unshared=sum(len(r.path_T) for r in rows))
@@ -142,9 +143,13 @@ def tree_of(rows: Sequence[Row], *, num_episodes: int) -> TokenTree:
 
 def episode_advantages(group: EpisodeGroup, algorithm: AlgorithmConfig) -> FloatArray:
     """The advantage of each episode of the group, by member. Raises RewardNotFiniteError: see `group_advantages`."""
+    return group_advantages(counted_rewards(group, algorithm), algorithm.advantage)
+
+
+def counted_rewards(group: EpisodeGroup, algorithm: AlgorithmConfig) -> list[float]:
+    """The reward that each episode's advantage is made of, by member: its own, or 0 for a truncated one under "penalize"."""
     episodes = sorted(group.episodes, key=lambda e: e.member)
-    rewards = [0.0 if e.truncated and algorithm.truncated == "penalize" else e.reward for e in episodes]
-    return group_advantages(rewards, algorithm.advantage)
+    return [0.0 if e.truncated and algorithm.truncated == "penalize" else e.reward for e in episodes]
 
 
 def has_signal(group: EpisodeGroup, algorithm: AlgorithmConfig) -> bool:
@@ -156,10 +161,41 @@ def has_signal(group: EpisodeGroup, algorithm: AlgorithmConfig) -> bool:
     return any(c.advantage != 0.0 for c in candidates)
 
 
+def trained_turns(group: EpisodeGroup, algorithm: AlgorithmConfig) -> tuple[tuple[bool, ...], ...]:
+    """Which turns train, of each episode of the group by member: what was sampled in exactly these are the entries of the group in `build_tree`.
+
+    Raises RewardNotFiniteError: see `group_advantages`.
+    """
+    candidates, _ = _candidates([group], algorithm)
+    laid_out = {c.index for c in candidates if _is_laid_out(c, algorithm)}
+    episodes = sorted(group.episodes, key=lambda e: e.member)
+    return tuple(tuple(index in laid_out and turn.temperature > 0 for turn in episode.turns) for index, episode in enumerate(episodes))
+
+
 def trained_groups(groups: Sequence[EpisodeGroup], tree: TokenTree) -> frozenset[str]:
     """Ids of the groups that have an entry in their batch's tree. groups: as given to `build_tree`."""
     owner_E = np.repeat(np.arange(len(groups)), [len(group.episodes) for group in groups])
     return frozenset(groups[owner].group_id for owner in np.unique(owner_E[tree.episode_Q]))
+
+
+def token_weights(counts: Sequence[int], groups: Sequence[int], denominator: Denominator) -> list[float]:
+    """The weight of each token of each episode that counts in the denominator: see `build_tree`.
+
+    counts: tokens of each episode, at least 1. groups: which group it belongs to; any numbers, equal within a group.
+    """
+    match denominator:
+        case "tokens":
+            num_tokens = sum(counts)
+            return [1 / num_tokens for _ in counts]
+        case "episodes":
+            return [1 / (len(counts) * count) for count in counts]
+        case "groups":
+            tokens_of: Counter[int] = Counter()
+            for group, count in zip(groups, counts, strict=True):
+                tokens_of[group] += count
+            return [1 / (len(tokens_of) * tokens_of[group]) for group in groups]
+        case "none":
+            return [1.0 for _ in counts]
 
 
 def _candidates(groups: Sequence[EpisodeGroup], algorithm: AlgorithmConfig) -> tuple[list[_Candidate], int]:
@@ -182,22 +218,9 @@ def _candidates(groups: Sequence[EpisodeGroup], algorithm: AlgorithmConfig) -> t
     return candidates, num_without_signal
 
 
-def _token_weights(candidates: Sequence[_Candidate], denominator: str) -> list[float]:
-    """The weight of each token of each candidate: see `build_tree`."""
-    match denominator:
-        case "tokens":
-            num_tokens = sum(c.num_tokens for c in candidates)
-            return [1 / num_tokens for _ in candidates]
-        case "episodes":
-            return [1 / (len(candidates) * c.num_tokens) for c in candidates]
-        case "groups":
-            tokens_of: Counter[int] = Counter()
-            for c in candidates:
-                tokens_of[c.group] += c.num_tokens
-            return [1 / (len(tokens_of) * tokens_of[c.group]) for c in candidates]
-        case _:
-            assert denominator == "none", denominator
-            return [1.0 for _ in candidates]
+def _is_laid_out(candidate: _Candidate, algorithm: AlgorithmConfig) -> bool:
+    """Whether an episode that counts has entries of its own: not pruned."""
+    return candidate.advantage != 0.0 or algorithm.zero_signal == "train"
 
 
 def _rows(candidate: _Candidate, weight: float) -> Iterator[Row]:
@@ -385,7 +408,7 @@ def _mean_parts(episodes: Sequence[Episode]) -> dict[str, float]:
     for episode in episodes:
         for name, part in episode.reward_parts:
             values.setdefault(name, []).append(part)
-    return {name: sum(parts) / len(parts) for name, parts in sorted(values.items())}
+    return {name: fmean(parts) for name, parts in sorted(values.items())}
 
 
 def _array(values: Sequence[float], dtype: type[np.generic]) -> np.ndarray:
