@@ -102,7 +102,7 @@ def server_for(configs: Sequence[RunConfig]) -> ServerConfig:
         if config.deterministic and alone != max_rank:
             raise ConfigError(
                 f"run {config.name} is deterministic, and its numbers depend on the width of the rank axis, which is {alone} alone and {max_rank} "
-                "beside these runs: train it apart from runs of larger rank, or give a server file with learner.max_rank, the same for every time it trains"
+                "beside these runs: train it apart from runs of larger rank, or give the same server file, with learner.max_rank, each time it trains"
             )
     learner = {"max_rank": max_rank, "num_slots": max(plain.learner.num_slots, len(configs))}
     # a run may hold its newest version, one under evaluation and one that requests still finish; slot 0 is the base
