@@ -15,13 +15,22 @@ from typing import Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from noria.errors import ConfigError
-from noria.types import LoraSpec, LossSpec, OptimizerSpec, Schedule
+from noria.types import Denominator, LoraSpec, LossSpec, OptimizerSpec, Schedule
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
 
+BUILTIN_BASES = ("smollm2-135m", "tiny")
+"""Names of bases that are not looked for on disk (model/weights.py loads them)."""
+
+MAX_SHOWN = 300
+"""Letters of a wrong value that an error shows."""
+
+MAX_SETTING_DEPTH = 32
+"""Tables and lists within one another in an environment's settings."""
+
 
 class _Config(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
 class DeadlinesConfig(_Config):
@@ -44,6 +53,11 @@ class EnvironmentConfig(_Config):
     rewards: dict[str, float] = Field(
         default_factory=dict, description="weight of each named reward component; given, their weighted sum is the reward, and Step.reward is ignored"
     )
+
+    @field_validator("settings")
+    @classmethod
+    def _what_a_file_can_say(cls, value: dict[str, Any]) -> dict[str, Any]:
+        return {key: _storable(item, key) for key, item in value.items()}
 
 
 _POLICY_LOSSES = ("grpo", "ppo", "cispo", "dro", "gspo", "importance_sampling", "ppo_critic")
@@ -73,10 +87,10 @@ class AlgorithmConfig(_Config):
         "skip", description="groups whose rewards are all equal: settle untrained, train, or settle and wait for another task in their place"
     )
     max_batches_without_signal: int = Field(20, ge=1, description="batches in a row without any signal after which the run ends early")
-    truncated: Literal["mask", "penalize", "keep"] = Field("mask", description="episodes cut by max_tokens: no entries, reward 0, or as they are")
-    denominator: Literal["tokens", "episodes", "groups", "none"] = Field(
-        "tokens", description="global normalization of a batch's loss; in dpo pairs stand for tokens"
+    truncated: Literal["mask", "penalize", "keep"] = Field(
+        "mask", description="episodes cut by max_tokens in any turn, or by max_turns: no entries, reward 0, or as they are"
     )
+    denominator: Denominator = Field("tokens", description="global normalization of a batch's loss; in dpo pairs stand for tokens")
     loss: Literal["grpo", "ppo", "cispo", "dro", "gspo", "importance_sampling", "ppo_critic", "dpo"] = Field(
         "grpo", description="what a token costs; grpo: decoupled PPO with the proximal policy at the step, which needs no second forward pass"
     )
@@ -204,7 +218,7 @@ class SamplingConfig(_Config):
     """How the policy acts."""
 
     max_tokens: int = Field(64, ge=1, description="per turn")
-    temperature: float = Field(1.0, gt=0, description="of training episodes; evaluation is greedy")
+    temperature: float = Field(1.0, gt=0, description="of training episodes; evaluation.temperature is its own")
     stop: tuple[str, ...] = Field((), strict=False, description="texts that are one token each and end a turn, beside the end-of-text token")
 
 
@@ -224,6 +238,7 @@ class EvaluationConfig(_Config):
     every: int = Field(0, ge=0, description="also every n versions; training waits for evaluations slower than that; 0 = only before and after")
     samples: int = Field(1, ge=1, description="episodes per task; pass@k is reported for k = 1, 2, 4, ... up to it")
     temperature: float = Field(0.0, ge=0, description="of its episodes; 0 is greedy, more than one sample needs more than 0")
+    solved_at: float = Field(1.0, description="a sample solves its task from this reward on: what accuracy and pass@k count")
     keep_best: bool = Field(True, description="the version with the best accuracy stays on disk, whatever its age")
 
     @model_validator(mode="after")
@@ -236,7 +251,10 @@ class EvaluationConfig(_Config):
 class SupervisedConfig(_Config):
     """A phase of cross-entropy on examples before reinforcement learning, on the same adapter."""
 
-    file: str = Field(description="JSON lines, relative to the run file: {messages: [...]} with a chat template, or {prompt: ..., completion: ...}")
+    file: str = Field(
+        description="JSON lines, relative to the run file, the same until the phase is over: {messages: [...]} with a chat template, or "
+        "{prompt: ..., completion: ...}"
+    )
     steps: int = Field(ge=1, description="optimizer steps of the phase; the examples are shuffled anew in each epoch")
     examples_per_batch: int = Field(8, ge=1, description="examples per optimizer step")
     learning_rate: float = Field(2e-4, gt=0, description="AdamW rate of the phase; all else is the adapter's")
@@ -249,7 +267,9 @@ class RunConfig(_Config):
 
     name: str = Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,63}$", description="unique within its server")
     tenant: str = Field("local", pattern=r"^[a-z0-9][a-z0-9._-]{0,63}$", description="who owns and pays for it")
-    base: str = Field("smollm2-135m", description="resident base: built-in name, Hugging Face folder, GGUF file, or hub name (org/model)")
+    base: str = Field(
+        "smollm2-135m", description="resident base: built-in name, Hugging Face folder, GGUF file (both relative to the run file), or hub name"
+    )
     seed: int = Field(0, ge=0, lt=2**31, description="of the task order and of every random key")
     weight: float = Field(1.0, gt=0, description="fair-share weight in the learner; in the sampler a tenant has the sum over its active runs")
     environment: EnvironmentConfig
@@ -259,7 +279,7 @@ class RunConfig(_Config):
     actors: ActorsConfig = ActorsConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     supervised: SupervisedConfig | None = Field(None, description="a supervised phase before RL; none without the section")
-    deterministic: bool = Field(False, description="same file and seed, same curve and bytes, alone or beside others; needs max_staleness = 0")
+    deterministic: bool = Field(False, description="same files and seed, same curve and bytes, alone or beside others; needs max_staleness = 0")
     deadlines: DeadlinesConfig = DeadlinesConfig()
 
     @model_validator(mode="after")
@@ -291,17 +311,17 @@ class RunConfig(_Config):
         """The optimizer of reinforcement learning, as the learner takes it; its schedule begins after a supervised phase."""
         a = self.adapter
         return OptimizerSpec(
-            a.learning_rate,
-            a.beta1,
-            a.beta2,
-            a.eps,
-            a.weight_decay,
-            a.grad_clip_norm,
-            a.warmup_steps,
-            a.schedule,
-            self.algorithm.steps,
-            a.final_fraction,
-            self.num_supervised_steps,
+            learning_rate=a.learning_rate,
+            beta1=a.beta1,
+            beta2=a.beta2,
+            eps=a.eps,
+            weight_decay=a.weight_decay,
+            grad_clip_norm=a.grad_clip_norm,
+            warmup_steps=a.warmup_steps,
+            schedule=a.schedule,
+            decay_steps=self.algorithm.steps,
+            final_fraction=a.final_fraction,
+            first_step=self.num_supervised_steps,
         )
 
     @property
@@ -363,7 +383,9 @@ class ServerConfig(_Config):
     """One server: one base, one sampler, one learner."""
 
     state_dir: str = Field(".noria", description="folder of the database, adapters and reports")
-    base: str = Field("smollm2-135m", description="resident base: built-in name, Hugging Face folder, GGUF file, or hub name (org/model)")
+    base: str = Field(
+        "smollm2-135m", description="resident base: built-in name, Hugging Face folder, GGUF file (both relative to this file), or hub name"
+    )
     sampler: SamplerConfig = SamplerConfig()
     learner: LearnerConfig = LearnerConfig()
     max_stall_ms: int = Field(2000, ge=1, description="longest a learner dispatch should hold up decoding on a shared device; 250 suits accelerators")
@@ -376,7 +398,7 @@ class ServerConfig(_Config):
     keep_versions: int = Field(
         2, ge=1, description="newest committed versions of a run kept on disk, beside its best one and those that wait for their evaluation"
     )
-    keep_episodes: bool = Field(True, description="keep the episodes of settled groups, for `noria runs export` and `noria debug step`; costs disk")
+    keep_episodes: bool = Field(True, description="keep the episodes of settled groups, for `noria runs episodes` and `noria debug step`; costs disk")
     drain_s: float = Field(60, gt=0, description="orderly stop of the server: seconds for its runs, then its actors, then the device")
 
     @model_validator(mode="after")
@@ -389,16 +411,35 @@ class ServerConfig(_Config):
         return self
 
 
+def _storable(value: Any, where: str, depth: int = 0) -> Any:
+    """A setting as the state folder gives it back: JSON's types, tuples as lists. Raises ValueError for anything else."""
+    if depth > MAX_SETTING_DEPTH:
+        raise ValueError(f"{where[:80]} is nested more than {MAX_SETTING_DEPTH} deep")
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, int) and -(2**63) <= value < 2**63:
+        return int(value)
+    if isinstance(value, float) and math.isfinite(value):
+        return float(value)
+    if isinstance(value, str) and not any("\ud800" <= letter <= "\udfff" for letter in value):
+        return str(value)
+    if isinstance(value, list | tuple):
+        return [_storable(item, f"{where}[{number}]", depth + 1) for number, item in enumerate(value)]
+    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
+        return {_storable(key, where): _storable(item, f"{where}.{key}", depth + 1) for key, item in value.items()}
+    raise ValueError(f"{where} must be text, a finite number of at most 64 bits, true or false, or a list or table of these (got {value!r:.80})")
+
+
 def load_toml(path: Path, model: type[ModelT]) -> ModelT:
     """Read a TOML file into a configuration model.
 
     Raises ConfigError: no such file, not TOML, an unknown key (with the nearest known one), a wrong type or range.
     """
     try:
-        data = tomllib.loads(path.read_text(encoding="utf-8"))
+        data = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror or error}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # TOMLDecodeError, UnicodeDecodeError, an integer of thousands of digits, a path with a NUL
         raise ConfigError(f"{path} is not valid TOML: {error}") from error
     return parse(data, model, source=str(path))
 
@@ -417,11 +458,20 @@ def _explain(model: type[BaseModel], loc: tuple[int | str, ...], kind: str, mess
     if not where:
         return message.removeprefix("Value error, ")
     if kind != "extra_forbidden":
-        return f"{where}: {message}" + ("" if kind == "missing" else f" (got {value!r})")
+        return f"{where}: {message}" + ("" if kind == "missing" else f" (got {_shown(value)})")
     known = _fields_at(model, loc[:-1])
-    close = difflib.get_close_matches(str(loc[-1]), known, n=1, cutoff=0.0)
+    close = difflib.get_close_matches(str(loc[-1]), known, n=1, cutoff=0.5)
     hint = f"did you mean {close[0]!r}?" if close else f"known keys: {', '.join(known)}"
     return f"unknown key {where!r}; {hint}"
+
+
+def _shown(value: Any) -> str:
+    """The value in an error, cut where it is long."""
+    try:
+        text = repr(value)
+    except RecursionError:
+        return f"a deeply nested {type(value).__name__}"
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
 
 
 def _fields_at(model: type[BaseModel], loc: tuple[int | str, ...]) -> list[str]:

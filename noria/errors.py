@@ -145,6 +145,12 @@ class StateConflictError(NoriaError):
     code = "state_conflict"
 
 
+class StorageError(NoriaError):
+    """A file or folder that cannot be written: no permission, no space left, or something else lies in its place."""
+
+    code = "storage_failed"
+
+
 class RunFailedError(NoriaError):
     """A run that cannot go on; the message carries the cause (all its tasks quarantined, its publish proof failed, ...)."""
 

@@ -29,11 +29,12 @@ from noria.protocols import EnvironmentFactory
 from noria.report.curves import DPI, runs_figure
 from noria.report.episodes import read_episodes
 from noria.report.live import Display, Lines, LiveTable, Snapshot
-from noria.report.plan import Plan, PlannedRun, server_for
+from noria.report.plan import Plan, PlannedRun, base_beside, server_for
 from noria.report.session import train as train_session
 from noria.report.summary import SessionReport
 from noria.service.build import RunReport
 from noria.service.export import Kind, export_version, version_folder
+from noria.storage import storing
 
 T = TypeVar("T")
 
@@ -64,9 +65,7 @@ class TrainingResult:
 
     def plot(self) -> Figure:
         """The run's curves as a matplotlib figure, which a notebook shows as a picture."""
-        figure = runs_figure([self.report])
-        figure.__class__ = _Picture  # a figure made without pyplot has no picture of its own in a notebook
-        return figure
+        return runs_figure([self.report], make=_Picture)
 
     def export(self, folder: str | Path, kind: Kind = "peft", *, version: int | str = "newest") -> Path:
         """Write a version as a PEFT adapter folder ("peft") or a whole Hugging Face model ("merged"); the folder.
@@ -109,8 +108,10 @@ def train(  # noqa: PLR0913 - named arguments, each a word of the run file or of
     `resume` is False), and what made the run fail: RunFailedError, GradientNotFiniteError, ... KeyboardInterrupt after the run has let go in order.
     """
     run, factory = _run_of(environment, config, dict(sections), model=model, steps=steps, settings=settings)
-    state_dir = Path(folder) if folder is not None else Path(tempfile.mkdtemp(prefix="noria-"))
-    served = _server_of(server, run).model_copy(update={"state_dir": str(state_dir)})
+    run = base_beside(run, Path())
+    served = base_beside(_server_of(server, run), Path())
+    state_dir = _state_dir(folder)
+    served = served.model_copy(update={"state_dir": str(state_dir)})
     plan = Plan(served, (PlannedRun(run, Path(), factory),), resume)
     display = _display() if progress else _Silent()
     start_s = time.monotonic()
@@ -135,26 +136,26 @@ def _run_of(
     settings: Mapping[str, Any] | None,
 ) -> tuple[RunConfig, EnvironmentFactory | None]:
     """The run's configuration, and its environment unless a name says it all."""
-    data = _plain(config or {}) | {}
+    data = _section("config", config)
     for key, value in sections.items():
         below = _plain(value)
-        data[key] = {**_plain(data.get(key, {})), **below} if isinstance(below, Mapping) else below
+        data[key] = {**_section(key, data.get(key)), **below} if isinstance(below, Mapping) else below
     if model is not None:
         data["base"] = model
     if steps is not None:
-        data["algorithm"] = {**_plain(data.get("algorithm", {})), "steps": steps}
-    world = dict(_plain(data.get("environment", {})))
+        data["algorithm"] = {**_section("algorithm", data.get("algorithm")), "steps": steps}
+    world = _section("environment", data.get("environment"))
     if isinstance(environment, Mapping):
         world |= environment
     elif environment is not None:
         world["name"] = environment if isinstance(environment, str) else _name_of(environment)
     if settings is not None:
-        world["settings"] = dict(settings)
+        world["settings"] = _section("settings", settings)
     if "name" not in world:
         raise ConfigError(
             "noria.train needs an environment: a class with reset and step, or a built-in's name, as in noria.train(environment=MyTask)"
         )
-    if "steps" not in data.get("algorithm", {}):
+    if "steps" not in _section("algorithm", data.get("algorithm")):
         raise ConfigError("noria.train needs steps, the number of optimizer steps, as in noria.train(..., steps=24)")
     run = parse({"name": "run", **data, "environment": world}, RunConfig, source="noria.train")
     is_named = environment is None or isinstance(environment, str | Mapping)
@@ -164,6 +165,24 @@ def _run_of(
 def _plain(value: Any) -> Any:
     """A section as a dict, whether it is one or a configuration object; anything else as it is."""
     return value.model_dump(exclude_unset=True) if isinstance(value, BaseModel) else value
+
+
+def _section(name: str, value: Any) -> dict[str, Any]:
+    """A section as a new dict, none as an empty one. Raises ConfigError for what is no section."""
+    plain = {} if value is None else _plain(value)
+    if not isinstance(plain, Mapping) or not all(isinstance(key, str) for key in plain):
+        raise ConfigError(f"noria.train: {name} must be a dict of its settings (got {plain!r:.80})")
+    return dict(plain)
+
+
+def _state_dir(folder: str | Path | None) -> Path:
+    """The state folder, a new temporary one for None. Raises ConfigError, StorageError."""
+    if folder is None:
+        with storing(tempfile.gettempdir()):
+            return Path(tempfile.mkdtemp(prefix="noria-"))
+    if not isinstance(folder, str | Path):
+        raise ConfigError(f"noria.train: folder must be a path (got {folder!r:.80})")
+    return Path(folder)
 
 
 def _factory_of(environment: Any, run: RunConfig) -> EnvironmentFactory:
@@ -193,10 +212,8 @@ def _server_of(server: ServerConfig | Mapping[str, Any] | None, run: RunConfig) 
     if isinstance(server, ServerConfig):
         return server
     default = server_for([run])
-    if not server:
-        return default
     data = default.model_dump(mode="json")
-    for key, value in server.items():
+    for key, value in _section("server", server).items():
         data[key] = {**data[key], **value} if isinstance(value, Mapping) and isinstance(data.get(key), dict) else value
     return parse(data, ServerConfig, source="noria.train: server")
 
@@ -289,7 +306,7 @@ class _Silent:
 
 
 class _Picture(Figure):
-    """A figure that a notebook shows without pyplot."""
+    """A figure that a notebook shows: one that is made without pyplot has no picture of its own there."""
 
     def _repr_png_(self) -> bytes:
         buffer = BytesIO()

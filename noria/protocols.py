@@ -101,7 +101,10 @@ class Tokenizer(Protocol):
     end_ids: Ids
 
     def encode(self, text: str) -> Ids:
-        """Ids of `text`; adds no special token. Raises InvalidRequestError for a character that the vocabulary cannot spell."""
+        """Ids of `text`; adds no special token. Raises InvalidRequestError for a character that the vocabulary cannot spell.
+
+        A lone surrogate, which no encoding of Unicode has, is no character: it is read as U+FFFD.
+        """
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of `ids`; special tokens are left out; bytes that are not valid UTF-8 become U+FFFD."""

@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 Ids: TypeAlias = tuple[int, ...]
 IntArray: TypeAlias = npt.NDArray[np.int32]
+BoolArray: TypeAlias = npt.NDArray[np.bool_]
 FloatArray: TypeAlias = npt.NDArray[np.float32]
 
 TILE = 64
@@ -36,6 +37,7 @@ LossKind: TypeAlias = Literal[
 ]
 KlEstimator: TypeAlias = Literal["k1", "k2", "k3"]
 Schedule: TypeAlias = Literal["constant", "linear", "cosine"]
+Denominator: TypeAlias = Literal["tokens", "episodes", "groups", "none"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +72,10 @@ class ToolSpec:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One message of a chat. tool_calls: of the assistant. call_id: of a tool's answer, the call that it answers.
+    """One message of a chat. tool_calls: of the assistant.
 
+    call_id: of a tool's answer, the call that it answers, which must have been made. An environment may leave it out where the assistant's last
+    message has exactly one call without an answer, which is then filled in, and where it has no calls at all.
     content: without what was parsed out of it. reasoning: text between the policy's thinking marks, "" if there is none.
     """
 
@@ -154,7 +158,8 @@ class Episode:
     """One try at a task.
 
     episode_id: unique. member: index in its group, 0-based. reward: finite, raw (advantages are computed once, by the learner's side).
-    truncated: ended by max_tokens or the turn limit and not by the environment. reward_parts: named components, for metrics only.
+    truncated: max_tokens cut a turn of it, the last or another, or the turn limit or the context ended it and not the environment. reward_parts:
+    named components, for metrics only.
     """
 
     episode_id: str
@@ -205,6 +210,17 @@ class EpisodeGroup:
     def oldest_version(self) -> int | None:
         """Oldest version of any sampled token of the group."""
         return min((v for e in self.episodes if (v := e.oldest_version) is not None), default=None)
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """One example of a supervised phase. ids_T; is_trained_T: whether the id is a target, never of the first; at least one is. weight: finite, of
+    each of its targets.
+    """
+
+    ids_T: IntArray
+    is_trained_T: BoolArray
+    weight: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,9 +32,11 @@ FAMILIES = {
     "llama": a_config(rope=LLAMA3),
     "llama-biases": a_config(tie_embeddings=False, qkv_bias=True, o_bias=True),
     "mistral": a_config(tie_embeddings=False, family="MistralForCausalLM"),
+    "mistral-tied": a_config(family="MistralForCausalLM"),
     "qwen2": a_config(qkv_bias=True, family="Qwen2ForCausalLM"),
     "qwen2-untied": a_config(qkv_bias=True, family="Qwen2ForCausalLM", tie_embeddings=False),
     "qwen3": a_config(qk_norm=True, head_dim=16, family="Qwen3ForCausalLM"),
+    "qwen3-untied": a_config(qk_norm=True, head_dim=16, family="Qwen3ForCausalLM", tie_embeddings=False),
 }
 
 

@@ -55,7 +55,7 @@ def test_a_conversation_is_one_render_and_what_was_sampled():
 
 @pytest.mark.parametrize("template", [PLAIN, MERGING])
 def test_two_adjacent_tool_messages_are_what_one_full_render_gives(template):
-    results = (Message("tool", "4", call_id="a"), Message("tool", "9", call_id="b"))
+    results = (Message("tool", "4"), Message("tool", "9"))
     environment = Talk(results)
     episode, requests = talk(environment, template, [f"look{END}", f"done{END}"])
     full = [*environment.prompt.messages, Message("assistant", "look"), *results]
@@ -129,6 +129,29 @@ def test_the_end_that_the_template_writes_is_a_stop_of_its_episodes():
     assert sampler.requests[0].params.stop_ids == (1, 10, EOS)
     assert not episode.truncated
     assert environment.actions == [Message("assistant", "hello")]
+
+
+ADD, SUB = ('<tool_call>{"name": "' + name + '", "arguments": {}}</tool_call>' for name in ("add", "sub"))
+
+
+@pytest.mark.parametrize(
+    ("said", "results", "message"),
+    [
+        (ADD + SUB, (Message("tool", "4"),), "without a call_id, .* several are open .'call00000', 'call00001'"),
+        (ADD, (Message("tool", "4"), Message("tool", "5")), "all are answered"),
+        (ADD, (Message("tool", "4", call_id="call00001"),), "'call00001', which nobody called; calls: 'call00000'"),
+    ],
+)
+def test_an_answer_to_no_call_or_to_any_is_refused(said, results, message):
+    with pytest.raises(EnvironmentOutputError, match=message):
+        talk(Talk(results), PLAIN, [f"{said}{END}", f"done{END}"], max_tokens=200)
+
+
+def test_an_answer_to_the_only_open_call_needs_no_id_and_is_shown_with_it():
+    template = PLAIN + "{% if messages[-1].role == 'tool' %}{% for m in messages %}{{ m.tool_call_id }}|{{ m.name }};{% endfor %}{% endif %}"
+    environment = Talk((Message("tool", "9", call_id="call00001"), Message("tool", "4")), prompt=Prompt((Message("user", "go"),)))
+    _, requests = talk(environment, template, [f"{ADD}{SUB}{END}", f"done{END}"], max_tokens=200)
+    assert Letters().decode(requests[1].prompt_ids).endswith("call00001|sub;call00000|add;")
 
 
 @pytest.mark.parametrize("bos_id", [None, 2])
@@ -213,6 +236,7 @@ USER, OWN = Message("user", "x"), Message("assistant", "x")
         (Message("User", "x"), "role str 'User'; known roles: system, user, assistant, tool"),
         (Message("user", None), "content is NoneType"),
         (Message("tool", "x", call_id=3), "call_id is int"),
+        (Message("tool", "x", call_id="call00000"), "call_id 'call00000', which nobody called; calls: none"),
         (Message("user", "x", tool_calls=({"name": "f"},)), "must be a noria.types.ToolCall"),
         (Message("user", "x", tool_calls=(ToolCall("f", [1]),)), "arguments are list"),
         (Message("user", "x", tool_calls=(ToolCall("f", {"a": math.nan}),)), "plain JSON values"),
@@ -231,6 +255,7 @@ def test_an_observation_of_a_wrong_kind_in_a_chat_is_named(observation, message)
         (Prompt(()), "without messages"),
         (Prompt("hello"), "messages are str"),
         (Prompt(("hello",)), "it must be a noria.types.Message"),
+        (Prompt((USER, Message("tool", "x", call_id="c"))), "call_id 'c', which nobody called"),
         (Prompt((USER,), ("calculator",)), "it must be a noria.types.ToolSpec"),
         (Prompt((USER,), (ToolSpec("f", "d", {"x": {1, 2}}),)), "plain JSON values"),
         (Prompt((USER,), (ToolSpec("f", None, {}),)), "description is NoneType"),

@@ -3,6 +3,7 @@
 import asyncio
 import math
 import threading
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -63,6 +64,48 @@ def test_cut_completions_and_missing_turns_make_an_episode_truncated():
     assert play(Echo, sampler=ScriptedSampler(clock, ["no stop at all"]), clock=clock).truncated
     short = play(lambda: Echo(3), max_turns=2)
     assert (short.truncated, len(short.turns), short.reward) == (True, 2, 2.0)
+
+
+@pytest.mark.parametrize("cut", [0, 1, 2])
+def test_an_episode_of_which_any_turn_was_cut_is_truncated(cut):
+    """Whichever turn it was, and however the environment went on: what does not end is not trained as if it did."""
+    clock = VirtualClock()
+    replies = ["a\n", "b\n", "c\n"]
+    replies[cut] = "no stop at all"
+    episode = play(lambda: Echo(3), sampler=ScriptedSampler(clock, replies), clock=clock, max_turns=5)
+    assert [turn.completion.finish_reason == "length" for turn in episode.turns] == [turn == cut for turn in range(3)]
+    assert (episode.truncated, episode.reward) == (True, 3.0)
+
+
+def scoring(*steps):
+    """An environment whose steps are given: each a reward, or its components by name."""
+
+    class Scoring(Echo):
+        def step(self, action):
+            self.actions.append(action)
+            given, is_last = steps[len(self.actions) - 1], len(self.actions) == len(steps)
+            return Step(0.0, is_last, "x", given) if isinstance(given, dict) else Step(given, is_last, "x")
+
+    return Scoring
+
+
+@pytest.mark.parametrize("parts", [(0.7, 0.2, 0.1), (0.1, 0.2, 0.7), (0.1, 0.7, 0.2)])
+def test_rewards_that_add_up_to_one_are_one_whatever_their_order(parts):
+    """So that they solve a task: `sum` gives 0.9999999999999999 for the first, and on Python 3.12 something else."""
+    names = ("right", "form", "short")
+    weights = dict(zip(names, parts, strict=True))
+    assert play(scoring(dict.fromkeys(names, 1.0)), reward_weights=weights).reward == 1.0
+    assert play(scoring(*parts), max_turns=3).reward == 1.0
+    tenth = play(scoring(*[0.1] * 10), max_turns=10)
+    assert tenth.reward == 1.0
+    assert dict(play(scoring(*[{"x": 0.1}] * 10), max_turns=10).reward_parts) == {"x": 1.0}
+
+
+def test_components_that_overflow_together_fail_the_episode():
+    with pytest.raises(RewardNotFiniteError, match="reward part 'x'"):
+        play(scoring({"x": 1.7e308}, {"x": 1.7e308}), max_turns=2)
+    with pytest.raises(RewardNotFiniteError, match="weighted sum"):
+        play(scoring({"x": 1.0, "y": 1.0}), reward_weights={"x": 1.7e308, "y": 1.7e308})
 
 
 def test_a_first_prompt_without_room_is_an_error_and_a_later_one_truncates():
@@ -178,7 +221,7 @@ def returning(**answers):
     return type("Returning", (Echo,), {name: lambda *_, answer=answer: answer for name, answer in answers.items()})
 
 
-@pytest.mark.parametrize("reward", [math.nan, math.inf, -math.inf, np.float32("nan")])
+@pytest.mark.parametrize("reward", [math.nan, math.inf, -math.inf, np.float32("nan"), 10**400, Fraction(-(10**400), 3)])
 def test_a_reward_that_is_not_finite_fails_the_episode_by_name(reward):
     with pytest.raises(RewardNotFiniteError):
         play(returning(step=Step(reward)))
@@ -202,6 +245,8 @@ def test_rewards_that_overflow_together_fail_the_episode():
         {"step": None},
         {"step": (1.0, True)},
         {"step": Step("1")},
+        {"step": Step(1.0, reward_parts={1: 0.5})},
+        {"step": Step(1.0, reward_parts={None: 0.5})},
         {"step": Step(None)},
         {"step": Step(1.0, None)},
         {"step": Step(1.0, False)},

@@ -44,7 +44,7 @@ class Sitting:
         return Step(mark)
 
 
-def played(marks, *, version=3, tries=1, temperature=1.0, seed=7):
+def played(marks, *, version=3, tries=1, temperature=1.0, seed=7, solved_at=1.0):
     """The result, and the requests of the sampler."""
     clock = VirtualClock()
     sampler, environment = ScriptedSampler(clock, ["x\n"]), Marks(marks)
@@ -53,7 +53,8 @@ def played(marks, *, version=3, tries=1, temperature=1.0, seed=7):
     tasks = held_out_tasks(environment, len(marks))
     room = Room(64, SpanRecorder(clock))
     try:
-        return clock.run(evaluate(seams, rules, tasks, samples=len(marks[0]), name="e", tries=tries, room=room)), sampler.requests
+        work = evaluate(seams, rules, tasks, samples=len(marks[0]), solved_at=solved_at, name="e", tries=tries, room=room)
+        return clock.run(work), sampler.requests
     finally:
         seams.threads.shutdown()
         seams.loops.shutdown()
@@ -107,3 +108,10 @@ def test_a_failed_sample_is_tried_again_with_the_same_draw():
 def test_an_evaluation_of_which_every_episode_failed_is_an_error():
     with pytest.raises(EnvironmentFailedError, match=r"all 2 tasks failed; the first: .*no mark"):
         played([[None] * 2] * 2)
+
+
+def test_what_counts_as_solved_is_the_run_files():
+    marks = [[0.5, 0.75], [0.25, 0.5]]
+    assert (played(marks, solved_at=0.5)[0].accuracy, played(marks, solved_at=0.75)[0].accuracy, played(marks)[0].accuracy) == (0.75, 0.25, 0.0)
+    assert played(marks, solved_at=0.5)[0].pass_at == {1: 0.75, 2: 1.0}
+    assert played([[-1.0], [-2.0]], solved_at=-1.5)[0].accuracy == 0.5, "any number may be the mark"

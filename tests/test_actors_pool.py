@@ -353,14 +353,14 @@ class AdditionFactory:
         return Addition()
 
 
-def evaluate(environment, *, answer=solve, num_tasks=16):
+def evaluate(environment, *, answer=solve, num_tasks=16, **how):
     clock = VirtualClock()
     sampler = SlowSampler(clock, answer)
     pool = pool_for(sampler, clock)
     tasks = held_out_tasks(environment, num_tasks)
 
     async def main():
-        result = await pool.evaluate(rules_for(environment), tasks, version=3)
+        result = await pool.evaluate(rules_for(environment), tasks, version=3, **how)
         await pool.close()
         return result
 
@@ -372,6 +372,12 @@ def test_evaluation_is_greedy_pinned_and_on_held_out_tasks():
     assert (result.accuracy, result.mean_reward, len(result.rewards), result.num_failed) == (1.0, 1.0, 16, 0)
     assert {(r.params.temperature, r.version) for r in sampler.requests} == {(0.0, 3)}
     assert [task.index for task in held_out_tasks(AdditionFactory(), 2)] == [4096, 4097]
+
+
+def test_evaluation_has_a_temperature_and_a_mark_of_its_own():
+    result, sampler = evaluate(Coin(lambda number: Step(0.5)), answer=lambda request: "x\n", num_tasks=4, samples=2, temperature=0.6, solved_at=0.5)
+    assert {(r.params.temperature, r.version) for r in sampler.requests} == {(0.6, 3)}
+    assert (result.accuracy, dict(result.pass_at), len(sampler.requests)) == (1.0, {1: 1.0, 2: 1.0}, 8)
 
 
 def test_evaluation_counts_wrong_answers_and_leaves_failures_out_of_the_mean():

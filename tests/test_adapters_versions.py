@@ -11,7 +11,7 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 
 from noria.adapters.versions import VersionFiles
-from noria.errors import AdapterFileCorruptError, StateConflictError, UnknownVersionError
+from noria.errors import AdapterFileCorruptError, StateConflictError, StorageError, UnknownVersionError
 from noria.model.lora import checksum, host_shapes
 
 ADAPTER, MOMENTS = "adapter.safetensors", "moments.safetensors"
@@ -83,7 +83,7 @@ def test_a_write_that_fails_leaves_the_version_as_it_was(tmp_path, monkeypatch):
         raise OSError("no space left on device")
 
     monkeypatch.setattr("noria.adapters.versions.save_file", no_space)
-    with pytest.raises(OSError, match="no space"):
+    with pytest.raises(StorageError, match="no space"):
         files.write("run", 3, a_state(seed=5), 4)
     assert same_bytes(files.load(record, width=8), state)
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["3"]

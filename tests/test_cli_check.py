@@ -7,7 +7,9 @@ from tool_builders import RUN_FILE, write_run
 from typer.testing import CliRunner
 
 from noria import cli
-from noria.config import LearnerConfig, SamplerConfig, ServerConfig
+from noria.actors.load import load_environment
+from noria.buffer.cursor import task_at
+from noria.config import LearnerConfig, RunConfig, SamplerConfig, ServerConfig, load_toml
 from noria.model.config import ModelConfig
 from noria.model.weights import load_base
 from noria.service.trial import memory_bytes
@@ -20,8 +22,9 @@ def check(path, *arguments):
 
 @pytest.fixture(scope="module")
 def checked(tmp_path_factory):
+    """Of a run whose first group has episodes of different rewards, under its seed."""
     folder = tmp_path_factory.mktemp("check")
-    result = check(write_run(folder), "--json")
+    result = check(write_run(folder, "seed = 2\n" + RUN_FILE), "--json")
     assert result.exit_code == 0, result.output
     return folder, json.loads(result.stdout)
 
@@ -37,8 +40,22 @@ def test_the_prompt_its_ids_and_an_episode_are_shown(checked):
     assert tokenizer.decode(data["prompt_ids"]) == data["prompt"]
     episode = data["episode"]
     assert episode["ids"][: len(data["prompt_ids"])] == data["prompt_ids"]
-    assert episode["trained"][: len(data["prompt_ids"])] == [0] * len(data["prompt_ids"])
-    assert sum(episode["trained"]) == data["episodes"][0]["num_sampled"]
+    assert episode["sampled"][: len(data["prompt_ids"])] == [0] * len(data["prompt_ids"])
+    shown = data["episodes"][episode["member"]]
+    assert sum(episode["sampled"]) == shown["num_sampled"]
+    assert episode["trained"] == episode["sampled"]
+    assert shown["advantage"]
+    assert not any(e["advantage"] for e in data["episodes"][: episode["member"]]), "the first that trains is shown"
+
+
+def test_the_group_is_the_runs_own_first(checked):
+    folder, data = checked
+    config = load_toml(folder / "run.toml", RunConfig)
+    environment = load_environment(config.environment, builtin={}, folder=folder)
+    task = task_at(0, num_tasks=environment.num_tasks, seed=config.seed)
+    assert data["task"] == {"index": task.index, "seed": task.seed}
+    assert task.index, "or the test could not tell it from task 0"
+    assert data["prompt"] == environment().reset(task)
 
 
 def test_rewards_advantages_and_sharing_are_those_of_the_group(checked):
@@ -66,7 +83,7 @@ def test_the_estimate_is_made_of_what_was_measured(checked):
 def test_the_text_form_marks_what_is_trained(tmp_path):
     result = check(write_run(tmp_path))
     assert result.exit_code == 0, result.output
-    for words in ("Prompt of task 0", "⟦", "⟧", "advantage", "trained tokens on", "K/V pool", "a step", "the whole run"):
+    for words in ("Prompt of task", "⟦", "⟧", "advantage", "trained tokens on", "K/V pool", "a step", "the whole run"):
         assert words in result.output
 
 
@@ -86,9 +103,35 @@ def test_memory_is_what_the_arrays_take():
 def test_a_group_without_signal_and_cut_episodes_are_told(tmp_path):
     result = check(write_run(tmp_path, RUN_FILE.replace("env.py:Low", "env.py:Equal")), "--json")
     assert result.exit_code == 0, result.output
-    notes = " ".join(json.loads(result.stdout)["notes"])
+    data = json.loads(result.stdout)
+    notes = " ".join(data["notes"])
+    assert (data["num_entries"], sum(data["episode"]["trained"]), sum(data["episode"]["sampled"])) == (0, 0, 4)
     assert "all 4 episodes have the reward 0.5" in notes
+    assert "train as they are" in notes
     assert "cut by sampling.max_tokens = 4" in notes
+
+
+def test_a_group_that_penalties_made_equal_is_told_as_that(tmp_path):
+    result = check(write_run(tmp_path, "seed = 2\n" + RUN_FILE.replace('truncated = "keep"', 'truncated = "penalize"')), "--json")
+    assert result.exit_code == 0, result.output
+    data = json.loads(result.stdout)
+    assert len({episode["reward"] for episode in data["episodes"]}) > 1
+    assert all(episode["truncated"] for episode in data["episodes"])
+    notes = " ".join(data["notes"])
+    assert 'all 4 episodes count as reward 0, 4 of them since they were cut (algorithm.truncated = "penalize")' in notes
+    assert "have the reward" not in notes
+
+
+@pytest.mark.parametrize(("zero_signal", "marks"), [("skip", "⟨⟩"), ("train", "⟦⟧")])
+def test_what_does_not_train_is_marked_otherwise(tmp_path, zero_signal, marks):
+    """Four rewards of 0.5: under "skip" nothing of the group is an entry."""
+    text = RUN_FILE.replace("env.py:Low", "env.py:Equal").replace("steps = 3", f'steps = 3\nzero_signal = "{zero_signal}"')
+    result = check(write_run(tmp_path, text))
+    assert result.exit_code == 0, result.output
+    _, _, shown = result.output.partition("The episode of member 0;")
+    shown = shown.partition("only sampled")[2].partition("Its group")[0]
+    assert {mark for mark in "⟨⟩⟦⟧" if mark in shown} == set(marks)
+    assert ("16 trained tokens" if zero_signal == "train" else "0 trained tokens") in result.output
 
 
 def test_an_evaluation_larger_than_the_environment_is_told(tmp_path):
@@ -114,6 +157,13 @@ MISTAKES = {
     "a rank above the class": (RUN_FILE.replace("rank = 4", "rank = 64"), "config_invalid", "learner.rank_classes"),
     "no room for a prompt": (RUN_FILE.replace("max_tokens = 4", "max_tokens = 500"), "config_invalid", "max_context"),
     "a stop text of two tokens": (RUN_FILE.replace("max_tokens = 4", 'max_tokens = 4\nstop = ["ab"]'), "config_invalid", "exactly one token"),
+    "an empty stop text": (RUN_FILE.replace("max_tokens = 4", 'max_tokens = 4\nstop = ["", "a"]'), "config_invalid", "'' is no text"),
+    "a stop text of one letter and several tokens": (
+        RUN_FILE.replace("max_tokens = 4", 'max_tokens = 4\nstop = ["é"]'),
+        "config_invalid",
+        "'é' is 2",
+    ),
+    "a stop text that is no list": (RUN_FILE.replace("max_tokens = 4", 'max_tokens = 4\nstop = "a"'), "config_invalid", "sampling.stop"),
     "no such environment file": (RUN_FILE.replace("env.py", "nowhere.py"), "environment_failed", "no file"),
     "no such class": (RUN_FILE.replace(":Low", ":Lwo"), "environment_failed", "did you mean 'Low'"),
     "a setting that is none": (RUN_FILE + "[environment.settings]\ndigits = 3\n", "config_invalid", "has no setting 'digits'"),

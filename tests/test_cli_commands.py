@@ -83,7 +83,7 @@ def test_help_shows_examples_and_exit_codes(arguments: list[str], words: list[st
     "arguments",
     [
         ["train"],
-        ["demo", "--steps", "0"],
+        ["demo", "--steps", "-1"],
         ["demo", "--install-s", "-1"],
         ["demo", "--fast"],
         ["nothing"],

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from family_models import CASES, write_folder, write_tokenizer
 from tool_builders import train, write_run
 from typer.testing import CliRunner
 
@@ -14,6 +15,7 @@ from noria import cli
 from noria.adapters.versions import VersionFiles
 from noria.errors import ConfigError
 from noria.model.export import read_peft
+from noria.model.safetensors_file import read_safetensors
 from noria.model.weights import load_base
 from noria.report.episodes import COLUMNS, dump, read_episodes
 from noria.report.files import aside
@@ -30,6 +32,16 @@ def state(tmp_path_factory):
     train(folder, steps=STEPS, name="slow", evaluation={"num_tasks": 4, "every": 1})
     train(folder, steps=STEPS, name="fast", adapter={"rank": 4, "learning_rate": 3e-2}, algorithm={"group_size": 4, "truncated": "mask"})
     return folder
+
+
+@pytest.fixture(scope="module")
+def folder_state(tmp_path_factory):
+    """A folder with a run on a base that has a Hugging Face form."""
+    folder = tmp_path_factory.mktemp("folder_state")
+    base = write_folder(folder / "base", CASES["llama"])
+    write_tokenizer(base)
+    train(folder / "state", steps=0, model=str(base), evaluation={"num_tasks": 0})
+    return folder / "state"
 
 
 def call(*arguments, state_dir=None):
@@ -81,6 +93,18 @@ def test_an_exported_adapter_is_the_committed_one(state, tmp_path, version):
             assert np.array_equal(leaf, committed.params[side][module]), (side, module)
 
 
+@pytest.mark.parametrize("dtype", [None, "float32", "bfloat16"])
+def test_a_merged_model_has_the_dtype_that_was_asked_for(folder_state, tmp_path, dtype):
+    out = tmp_path / "merged"
+    arguments = [] if dtype is None else ["--dtype", dtype]
+    result = call("runs", "export", "run", "--kind", "merged", "--out", out, *arguments, state_dir=folder_state)
+    assert result.exit_code == 0, result.output
+    tensors = read_safetensors(out / "model.safetensors")
+    assert {tensor.dtype for tensor in tensors.values()} == {"BF16" if dtype == "bfloat16" else "F32"}
+    assert json.loads((out / "config.json").read_text(encoding="utf-8"))["dtype"] == (dtype or "float32")
+    assert load_base(str(out)).config.num_layers == 2
+
+
 def test_the_best_version_is_the_most_accurate_and_then_the_oldest(state):
     with open_archive(state) as archive:
         best = archive.version("slow", "best").record.version
@@ -93,6 +117,7 @@ def test_the_best_version_is_the_most_accurate_and_then_the_oldest(state):
     [
         (["--version", "9"], "version_unknown", "its newest is 3"),
         (["--version", "latest"], "config_invalid", 'a number, "best" or "newest"'),
+        (["--dtype", "bfloat16"], "config_invalid", "always written in float32"),
         (["--kind", "merged"], "adapter_format", ""),  # the byte tokenizer has no Hugging Face form
     ],
 )
@@ -167,7 +192,9 @@ def test_what_is_dropped_is_in_the_dump_with_its_reason_and_never_marked(state):
     assert all(len(row["ids"]) == len(row["sampled"]) == len(row["trained"]) == len(row["behavior_logprobs"]) == len(row["versions"]) for row in rows)
 
 
-@pytest.mark.parametrize(("name", "words"), [("episodes.csv", ".jsonl or .parquet"), ("nowhere/episodes.jsonl", "cannot write")])
+@pytest.mark.parametrize(
+    ("name", "words"), [("episodes.csv", ".jsonl or .parquet"), ("nowhere/episodes.jsonl", "error[storage_failed]: cannot write")]
+)
 def test_a_dump_that_cannot_be_written_is_refused(state, tmp_path, name, words):
     result = call("runs", "episodes", "slow", "--out", tmp_path / name, state_dir=state)
     assert result.exit_code == 2

@@ -12,7 +12,10 @@ from noria.model.lora import RowAdapters, gather_rows
 from noria.model.transformer import block, embed, rotary_angles, unembed
 from noria.rl.advantages import group_advantages
 from noria.rl.losses import loss_table
-from noria.rl.packing import ReadyRun, pack, plan_microbatch, shapes_up_to
+from noria.rl.packing import ReadyRun, cut, pack, plan_microbatch, shapes_up_to
+from noria.rl.supervised import example_tree
+from noria.rl.tree import build_tree
+from noria.types import Completion, Episode, EpisodeGroup, Example, LossSpec, Task, Turn
 
 SLOT = 1
 
@@ -124,3 +127,58 @@ def test_gathered_rows_are_the_slots_adapters():
     rows = gather_rows(layer, jnp.array([0.0, 2.0, 0.0]), jnp.array([1, 0]))
     assert (np.asarray(rows.a["q"][0]) == np.asarray(layer["a"]["q"][1])).all()
     assert (np.asarray(rows.scale_R) == [2.0, 0.0]).all()
+
+
+SAYS, TOOL = (5, 6, 7), (40, 41, 42)
+
+
+def tool_batch():
+    """Two episodes of three turns, between which a tool answers."""
+    episodes = []
+    for member, reward in enumerate((1.0, 0.0)):
+        turns = [
+            Turn(seen, Completion(tuple(10 * member + i for i in SAYS), (-5.0,) * 3, (0,) * 3, "stop"), 0.8)
+            for seen in ((1, 2, 3), TOOL, (50 + member, 51))
+        ]
+        episodes.append(Episode(f"e{member}", member, tuple(turns), reward))
+    return [EpisodeGroup("g", "run", Task(0, 0), tuple(episodes))]
+
+
+def rows_of_flags(tree, sequences):
+    """For (ids, flag of each id) of whole sequences, the positions of the tree whose logits predict ids of either flag."""
+    at = {tuple(tree.ids_T[[j for j in range(p + 1) if p < tree.end_T[j]]].tolist()): p for p in range(len(tree))}
+    rows = {True: set(), False: set()}
+    for ids, flags in sequences:
+        for i in range(1, len(ids)):
+            if ids[:i] in at:  # a path ends at its last predictor
+                rows[bool(flags[i])].add(at[ids[:i]])
+    return rows
+
+
+@pytest.mark.parametrize("kind", ["grpo", "cross_entropy"])
+def test_the_gradient_at_what_a_tool_said_is_exactly_zero(kind):
+    """Case A7: with respect to the logits that predict ids of the prompt and of the tool; and not zero where the policy spoke."""
+    groups = tool_batch()
+    flags = [[flag for turn in e.turns for flag in [False] * len(turn.observation_ids) + [True] * 3] for e in groups[0].episodes]
+    sequences = [(e.ids, flag) for e, flag in zip(groups[0].episodes, flags, strict=True)]
+    if kind == "grpo":
+        tree, _ = build_tree(groups, ALGORITHM)
+    else:
+        tree = example_tree([Example(np.array(ids, np.int32), np.array(flag, np.bool_)) for ids, flag in sequences], "tokens")
+    (piece,) = cut(tree, shapes_up_to(128)[-1])
+    microbatch = pack(plan_microbatch([ReadyRun("run", SLOT, (piece,), 0)], shapes_up_to(128), 128))
+    config, base = tiny()
+    arrays, slots = to_device(microbatch), load_slot(empty_state(config, 3, 8), SLOT, nonzero_state(0, spec("run")))
+    outputs, _ = score(base.stacked, slots.params, jnp.zeros(3).at[SLOT].set(2.0), arrays, config)
+    cotangent_M, _ = loss_cotangents(outputs, loss_inputs(microbatch), loss_table({SLOT: LossSpec(kind=kind, sequence_mask_c=0.0)}, 3))
+
+    def loss(logits_TV):
+        log_p_MV = jax.nn.log_softmax(logits_TV[arrays.predict_from_M] / arrays.temperature_M[:, None])
+        return (cotangent_M * log_p_MV[jnp.arange(len(cotangent_M)), arrays.target_M]).sum()
+
+    gradient_TV = np.asarray(jax.grad(loss)(jnp.asarray(np.random.default_rng(0).normal(size=(128, config.vocab_size)), jnp.float32)))
+    rows = rows_of_flags(tree, sequences)
+    assert len(rows[False]) >= 2 + 2 * 3 + 2 * 2
+    assert not rows[False] & rows[True]
+    assert (gradient_TV[sorted(rows[False])] == 0.0).all()
+    assert (np.abs(gradient_TV[sorted(rows[True])]).max(axis=1) > 0).all()

@@ -12,8 +12,7 @@ from noria.learner.step import Model, loss_cotangents, loss_inputs, pull, score,
 from noria.rl.losses import loss_table
 from noria.rl.packing import ReadyRun, cut, pack, plan_microbatch, shapes_up_to
 from noria.rl.supervised import batch_indices, example_tree
-from noria.text.examples import Example
-from noria.types import LossSpec, OptimizerSpec
+from noria.types import Example, LossSpec, OptimizerSpec
 
 CROSS_ENTROPY = LossSpec(kind="cross_entropy")
 

@@ -104,6 +104,95 @@ def test_fields_that_may_be_absent_have_the_defaults_of_transformers(unused: dic
     assert config.rms_norm_eps == (1e-6 if "rms_norm_eps" in unused else 1e-5)
 
 
+def sparse(family: str, *absent: str, **changes: Any) -> dict[str, Any]:
+    """A config.json of 64 query heads with these keys left out, or changed."""
+    plain = fields(f"{family}ForCausalLM", num_attention_heads=64, hidden_size=256) | changes
+    return {key: value for key, value in plain.items() if key not in absent}
+
+
+@pytest.mark.parametrize(("family", "num_kv_heads", "head_dim"), [("Llama", 64, 4), ("Mistral", 8, 4), ("Qwen2", 32, 4), ("Qwen3", 32, 128)])
+def test_sizes_of_heads_that_are_left_out_are_those_of_the_familys_configuration_class(
+    family: str, num_kv_heads: int, head_dim: int, tmp_path: Path
+) -> None:
+    config = read_config(write_folder(tmp_path, sparse(family, "num_key_value_heads", "head_dim"), {}), "model")
+    assert (config.num_kv_heads, config.head_dim) == (num_kv_heads, head_dim)
+
+
+@pytest.mark.parametrize("max_context", [4096, 4097])
+def test_a_mistral_that_states_no_window_has_one_of_4096_positions(max_context: int, tmp_path: Path) -> None:
+    """As transformers has it, and the first Mistral's config.json says; null says that there is none."""
+    absent = write_folder(tmp_path / "absent", sparse("Mistral", "sliding_window", max_position_embeddings=max_context), {})
+    if max_context > 4096:
+        with pytest.raises(ModelUnsupportedError, match=r"sliding_window 4096, which it is where the file states none .* smaller than .* 4097"):
+            read_config(absent, "model")
+    else:
+        assert read_config(absent, "model").max_context == max_context
+    null = write_folder(tmp_path / "null", sparse("Mistral", max_position_embeddings=max_context), {})
+    assert read_config(null, "model").max_context == max_context
+    for family in ("Llama", "Qwen2", "Qwen3"):
+        other = write_folder(tmp_path / family, sparse(family, "sliding_window", max_position_embeddings=max_context), {})
+        assert read_config(other, "model").max_context == max_context
+
+
+@pytest.mark.parametrize(
+    ("family", "key"),
+    [
+        *((family, key) for family in ("Llama", "Mistral", "Qwen2", "Qwen3") for key in ("rms_norm_eps", "tie_word_embeddings", "vocab_size")),
+        ("Mistral", "num_key_value_heads"),
+        ("Qwen3", "head_dim"),
+        ("Llama", "attention_bias"),
+    ],
+)
+def test_null_where_it_means_nothing_is_refused(family: str, key: str, tmp_path: Path) -> None:
+    with pytest.raises(ModelFileCorruptError, match=f"{key} is None, expected"):
+        read_config(write_folder(tmp_path, sparse(family, **{key: None}), {}), "model")
+
+
+def test_null_means_that_a_llamas_sizes_of_heads_follow_from_the_others(tmp_path: Path) -> None:
+    config = read_config(write_folder(tmp_path, sparse("Llama", num_key_value_heads=None, head_dim=None), {}), "model")
+    assert (config.num_kv_heads, config.head_dim) == (64, 4)
+
+
+READ = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"),
+    *("max_position_embeddings", "rms_norm_eps", "hidden_act", "tie_word_embeddings", "sliding_window", "use_sliding_window", "layer_types"),
+    *("attention_bias", "mlp_bias", "rope_theta", "rope_scaling"),
+)
+"""Every key that means something, but for those that only refuse."""
+
+MAY_BE_LEFT_OUT = set(READ) - {
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings"),
+}
+
+
+@pytest.mark.slow
+def test_every_key_that_is_left_out_or_null_means_what_it_means_to_transformers_or_is_refused(tmp_path: Path, run_reference: Any) -> None:
+    given = {"use_sliding_window": False, "layer_types": None, "attention_bias": False, "mlp_bias": False, "rope_theta": 5e5, "rope_scaling": None}
+    cases = {}
+    for family in ("Llama", "Mistral", "Qwen2", "Qwen3"):
+        whole = sparse(family, num_attention_heads=32, **given)
+        for key in READ:
+            cases[f"{family}-{key}-absent"] = {name: value for name, value in whole.items() if name != key}
+            cases[f"{family}-{key}-null"] = whole | {key: None}
+    for name, config in cases.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
+    run_reference("config_meanings.py", tmp_path)
+    for name in cases:
+        theirs = json.loads((tmp_path / name / "meaning.json").read_text())
+        try:
+            config = read_config(tmp_path / name, name)
+        except (ModelFileCorruptError, ModelUnsupportedError):
+            _, key, how = name.split("-")
+            assert how == "null" or key not in MAY_BE_LEFT_OUT, name
+            continue
+        assert theirs is not None, f"{name}: transformers refuses it"
+        rope = dict(config.rope.settings or ())
+        ours = {"num_kv_heads": config.num_kv_heads, "head_dim": config.head_dim, "rms_norm_eps": config.rms_norm_eps, "o_bias": config.o_bias}
+        ours |= {"tie": config.tie_embeddings, "rope_type": rope["rope_type"], "rope_theta": rope["rope_theta"], "has_window": False, "act": "silu"}
+        assert theirs == ours, name
+
+
 def test_an_architecture_may_be_named_by_its_model_type(tmp_path: Path) -> None:
     assert read_config(write_folder(tmp_path, CASES["qwen3"] | {"architectures": None}, {}), "model").family == "Qwen3ForCausalLM"
 

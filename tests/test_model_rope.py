@@ -1,13 +1,18 @@
 """Settings of rotary positions: one parser, both spellings, and no guesses. Angles against transformers are in test_model_families.py."""
 
+import math
+from dataclasses import replace
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from family_models import LLAMA3, ORIGINAL, YARN, llama3_divisors
 
 from noria.errors import ModelFileCorruptError, ModelUnsupportedError
 from noria.model.rope import Rope, plain_rope, read_rope, read_settings
+from noria.model.transformer import rotary_angles
+from noria.model.weights import load_base
 
 ALL_TYPES = "default, linear, llama3, yarn"
 
@@ -92,8 +97,18 @@ def test_what_noria_does_not_implement_is_refused_by_name(fields: dict[str, Any]
         ({"rope_scaling": "yarn"}, "expected an object"),
         ({"rope_theta": -1.0}, "> 0"),
         ({"rope_theta": "1e4"}, "rope_theta"),
+        ({"rope_theta": None}, "rope_theta is None, expected a number; left out, it is 10000"),
     ],
 )
 def test_settings_that_are_missing_or_out_of_range_are_refused(fields: dict[str, Any], match: str) -> None:
     with pytest.raises(ModelFileCorruptError, match=match):
         rope_of(fields)
+
+
+def test_yarns_attention_factor_scales_what_attention_sees() -> None:
+    """cos and sin of every angle are both as long as the factor: 0.1 ln(4) + 1 for a factor of 4, or what the file states."""
+    for settings, factor in ((YARN, 0.1 * math.log(4.0) + 1), (YARN | {"attention_factor": 0.9}, 0.9), ({"type": "linear", "factor": 4.0}, 1.0)):
+        config = replace(load_base("tiny").config, rope=rope_of({"rope_theta": 1e6, "rope_scaling": settings}, 16))
+        cos, sin = rotary_angles(config, jnp.array([[0, 1, 100, 500]]))
+        np.testing.assert_allclose(cos[0, 0], factor, rtol=1e-6)
+        np.testing.assert_allclose(np.hypot(cos, sin), factor, rtol=1e-5)

@@ -111,11 +111,21 @@ def test_all_spellings_of_a_configuration_mean_the_same(form):
         ({"environment": Low, "steps": 1, "server": {"samplr": {}}}, ConfigError, "did you mean 'sampler'"),
         ({"environment": "no_such_task", "steps": 1, "model": "tiny", "server": SERVER}, EnvironmentFailedError, "no built-in environment"),
         ({"environment": Empty, "steps": 1}, EnvironmentFailedError, "no method reset"),
+        ({"config": [1], "environment": Low, "steps": 1}, ConfigError, "config must be a dict"),
+        ({"config": {1: 2}, "environment": Low, "steps": 1}, ConfigError, "config must be a dict"),
+        ({"algorithm": None, "environment": Low}, ConfigError, "needs steps"),
+        ({"algorithm": [1], "environment": Low}, ConfigError, "algorithm must be a dict"),
+        ({"config": {"algorithm": "x"}, "environment": Low, "steps": 1}, ConfigError, "algorithm must be a dict"),
+        ({"config": {"environment": 3}, "steps": 1}, ConfigError, "environment must be a dict"),
+        ({"environment": Low, "steps": 1, "settings": [1]}, ConfigError, "settings must be a dict"),
+        ({"environment": Low, "steps": 1, "settings": {"letters": object()}}, ConfigError, "letters must be text"),
+        ({"environment": Low, "steps": 1, "server": [1]}, ConfigError, "server must be a dict"),
+        ({"environment": Low, "steps": 1, "folder": 3}, ConfigError, "folder must be a path"),
     ],
 )
 def test_what_cannot_be_trained_is_refused_with_what_to_do(tmp_path, arguments, error, words):
     with pytest.raises(error, match=words):
-        noria.train(folder=tmp_path / "state", progress=False, **arguments)
+        noria.train(**{"folder": tmp_path / "state", "progress": False, **arguments})
 
 
 def test_settings_reach_the_environment(tmp_path):

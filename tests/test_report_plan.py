@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from noria.config import RunConfig, ServerConfig, load_toml, parse
+from noria.config import BUILTIN_BASES, RunConfig, ServerConfig, load_toml, parse
 from noria.errors import ConfigError
 from noria.report.plan import DEMO_RUNS, demo_plan, server_for, train_plan
 
@@ -123,3 +123,41 @@ def test_runs_that_cannot_share_a_server_are_refused(tmp_path: Path) -> None:
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"cannot read .*nowhere\.toml"):
         train_plan([tmp_path / "nowhere.toml"])
+
+
+def test_a_base_on_disk_lies_beside_the_file_that_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "runs" / "model").mkdir(parents=True)
+    server = tmp_path / "server.toml"
+    server.write_text('base = "runs/model"\n', encoding="utf-8")
+    files = [
+        run_file(tmp_path / "runs", name, base=base) for name, base in (("a", "model"), ("b", "../runs/model/"), ("c", str(tmp_path / "runs/model")))
+    ]
+    monkeypatch.chdir(tmp_path)
+    for plan in (train_plan(files), train_plan([Path("runs/a.toml")]), train_plan(files, server_config=Path("server.toml"))):
+        assert {plan.server.base, *(run.config.base for run in plan.runs)} == {str(tmp_path / "runs" / "model")}
+
+
+@pytest.mark.parametrize("base", ["tiny", "smollm2-135m", "org/model", "nobody-knows"])
+def test_a_name_of_a_base_is_left_as_it_is(tmp_path: Path, base: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in BUILTIN_BASES:
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert train_plan([run_file(tmp_path, base=base)]).server.base == base
+
+
+def test_a_path_that_leads_somewhere_only_from_the_current_directory_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "model").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match="relative to the file that names it"):
+        train_plan([run_file(tmp_path / "runs", base="model")])
+    assert train_plan([run_file(tmp_path / "runs", base="./model")]).server.base == str(tmp_path / "runs" / "model"), "which loading finds missing"
+
+
+def test_a_base_that_can_be_no_path_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="can be neither a name nor a path"):
+        train_plan([run_file(tmp_path, base="x" * 5000)])
+
+
+def test_steps_of_the_command_may_be_none_at_all(tmp_path: Path) -> None:
+    assert train_plan([run_file(tmp_path)], steps=0).runs[0].config.algorithm.steps == 0

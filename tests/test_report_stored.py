@@ -7,11 +7,15 @@ from pathlib import Path
 import pytest
 from report_builders import run_config
 from rich.console import Console, RenderableType
+from sqlalchemy import select, update
+from typer.testing import CliRunner
 
+from noria import cli
 from noria.buffer import life
 from noria.buffer.database import open_database
 from noria.buffer.tables import METADATA
-from noria.errors import StateConflictError
+from noria.errors import StateConflictError, UnknownVersionError
+from noria.report.episodes import read_episodes
 from noria.report.stored import as_json, find_stored, list_table, read_runs, show_table
 from noria.service import store
 from noria.types import AdapterVersion
@@ -83,3 +87,55 @@ def test_an_unknown_run_is_answered_with_those_there_are(tmp_path: Path) -> None
     write_state(tmp_path)
     with pytest.raises(StateConflictError, match=r"there is no run 'larges'.*addition, largest"):
         find_stored(read_runs(tmp_path), "larges")
+
+
+def change_config(folder: Path, name: str, **changes: object) -> None:
+    """As another version of noria would have written it."""
+    engine = open_database(folder / "noria.sqlite")
+    with engine.begin() as connection:
+        (text,) = connection.execute(select(store.RUNS.c.config).where(store.RUNS.c.run_id == name)).one()
+        changed = json.dumps(json.loads(text) | changes)
+        connection.execute(update(store.RUNS).where(store.RUNS.c.run_id == name).values(config=changed))
+    engine.dispose()
+
+
+@pytest.mark.parametrize("changes", [{"novel": 1}, {"weight": None}, {"algorithm": "new"}])
+def test_a_run_of_another_version_is_named_and_hides_no_other(tmp_path: Path, changes: dict[str, object]) -> None:
+    write_state(tmp_path, names=("largest", "addition", "doubling"))
+    change_config(tmp_path, "addition", **changes)
+    runs = read_runs(tmp_path)
+    (key,) = changes
+    with pytest.raises(StateConflictError, match=rf"run addition was written by another version of noria.*{key}"):
+        find_stored(runs, "addition")
+    listed = text_of(list_table(runs))
+    assert all(word in listed for word in ("largest", "doubling", "unreadable", "error[state_conflict]: run addition"))
+    assert {run["name"]: run["status"] for run in (as_json(run, is_full=False) for run in runs)} == {
+        "doubling": "running",
+        "addition": "unreadable",
+        "largest": "failed",
+    }
+    assert find_stored(runs, "largest").version == 3
+
+
+def test_commands_answer_a_run_of_another_version_with_one_line(tmp_path: Path) -> None:
+    write_state(tmp_path, names=("largest", "addition", "doubling"))
+    change_config(tmp_path, "addition", novel=1)
+    for command, code in (
+        (["list"], 0),
+        (["list", "--json"], 0),
+        (["show", "largest"], 0),
+        (["compare", "largest", "doubling"], 0),
+        (["show", "addition"], 2),
+        (["compare", "largest", "addition"], 2),
+        (["export", "addition", "--out", str(tmp_path / "out")], 2),
+        (["episodes", "addition", "--out", str(tmp_path / "out.jsonl")], 2),
+    ):
+        result = CliRunner().invoke(cli.app, ["runs", *command, "--state-dir", str(tmp_path)])
+        assert result.exit_code == code, (command, result.output)
+        assert ("error[state_conflict]" in result.stderr) == (code == 2)
+
+
+def test_episodes_of_a_version_that_is_not_there_are_refused(tmp_path: Path) -> None:
+    write_state(tmp_path)
+    with pytest.raises(UnknownVersionError, match="no version 77"):
+        read_episodes(tmp_path, "largest", version=77)

@@ -31,3 +31,5 @@ def test_marks_are_characters():
     tokenizer = ByteTokenizer()
     shown = marked(tokenizer, tokenizer.encode("2+2= 4!"), [False] * 4 + [True] * 2 + [False])
     assert shown.plain == "2+2=⟦ 4⟧!"
+    other = marked(tokenizer, tokenizer.encode("ab"), [True, False], [False, True])
+    assert other.plain == "⟦a⟧⟨b⟩"

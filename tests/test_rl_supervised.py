@@ -10,7 +10,7 @@ from rl_batches import trained_rows
 
 from noria.rl.packing import cut, microbatch_shape
 from noria.rl.supervised import batch_indices, example_tree
-from noria.text.examples import Example
+from noria.types import Example
 
 DENOMINATORS = ["tokens", "episodes", "groups", "none"]
 

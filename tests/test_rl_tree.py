@@ -300,3 +300,18 @@ def test_building_costs_little_more_than_turning_the_ids_into_arrays():
     build_s = best_of_three(lambda: build_tree(groups, algorithm(zero_signal="train")))
     convert_s = best_of_three(lambda: [np.fromiter(e.ids, np.int32) for g in groups for e in g.episodes])
     assert build_s < 10 * convert_s, f"building takes {build_s / convert_s:.1f} times the conversion of the ids"
+
+
+def test_lengths_count_what_was_sampled_and_the_loss_what_trains():
+    """Case A9. Valid and trainable are two things: greedy tokens, observations and a masked episode are read, and never trained."""
+    mixed = episode(0, turn((7, 8), (1, 2, 3), temperature=0.0), turn((9,), (4, 5)), reward=1.0)
+    plain = episode(1, turn((7, 8), (6,)), reward=0.0)
+    cut_off = episode(2, turn((7, 8), (1, 1, 1, 1)), reward=0.5, truncated=True)
+    batch = [group(mixed, plain, cut_off)]
+    for denominator, weights in (("tokens", [1 / 3] * 3), ("episodes", [1 / 4, 1 / 4, 1 / 2]), ("groups", [1 / 3] * 3), ("none", [1.0] * 3)):
+        tree, statistics = build_tree(batch, algorithm(denominator=denominator, advantage="mean", truncated="mask"))
+        assert tree.entries.target_M.tolist() == [4, 5, 6]
+        np.testing.assert_allclose(tree.entries.weight_M, weights, rtol=1e-6)
+        assert statistics.num_entries == 3
+        assert statistics.completion_length_mean == pytest.approx((5 + 1 + 4) / 3)
+        assert statistics.num_positions_unshared == 7 + 2, "paths up to their last predictor: all that is valid is read"

@@ -124,6 +124,27 @@ def test_dispatches_with_requests_of_a_deterministic_run_have_one_shape_and_othe
     assert not device.dispatches[-1].is_fixed
 
 
+def test_more_tiles_than_the_fixed_shape_has_take_turns_and_without_the_run_all_lanes_are_used():
+    slots = SlotTable(8)
+    for run_id in ("mine", "busy"):
+        slots.advance(run_id, 0)
+    scheduler = Scheduler(PagePool(1024), slots, num_lanes=64, max_rows=16, fixed=(32, 4))
+    scheduler.set_deterministic("mine", is_deterministic=True)
+    device = FakeDevice(scheduler)
+    unfinished = {submit(scheduler, run="busy", tenant="b", prompt=(n,), max_tokens=100) for n in range(64)}
+    device.step()
+    assert len(device.dispatches[-1].tiles) == 8
+    mine = {submit(scheduler, run="mine", tenant="m", prompt=(n,), max_tokens=20) for n in range(24)}
+    unfinished |= mine
+    while unfinished:
+        has_mine = bool(unfinished & mine)
+        unfinished.difference_update(device.step())
+        num_tiles = len(device.dispatches[-1].tiles)
+        assert num_tiles <= 4 if has_mine else num_tiles > 0
+    assert [len(dispatch.tiles) for dispatch in device.dispatches if dispatch.is_fixed].count(4) >= 5, "there must have been more than fit"
+    assert max(len(dispatch.tiles) for dispatch in device.dispatches[2:]) > 4
+
+
 def test_the_fixed_shape_is_one_of_the_closed_set():
     for shapes in (Shapes((8, 32, 64), (4, 16)), Shapes((8,), (4,)), Shapes((8, 16), (2, 4, 8))):
         lanes, rows = shapes.fixed

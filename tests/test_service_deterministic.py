@@ -30,8 +30,8 @@ name = "talk.py:Talk"
 
 [algorithm]
 steps = {steps}
-group_size = 6
-groups_per_batch = 7
+group_size = {group_size}
+groups_per_batch = {groups_per_batch}
 max_staleness = {staleness}
 truncated = "keep"
 zero_signal = "{zero_signal}"
@@ -44,7 +44,7 @@ learning_rate = 1e-2
 max_turns = 3
 
 [sampling]
-max_tokens = 6
+max_tokens = {max_tokens}
 
 [evaluation]
 num_tasks = 5
@@ -77,6 +77,9 @@ class Talk:
 '''
 
 STEPS = 4
+NEIGHBOURS = {"one": (4, 6, 7, 6), "two": (8, 6, 7, 11), "three": (64, 4, 2, 1), "four": (4, 2, 3, 40), "five": (4, 3, 2, 17)}
+"""Rank, group size, groups per batch and max_tokens of each; one of them is in a rank class of its own."""
+
 TIMEOUT_S = 300
 """For each process to get where it should; one takes about 20 s on two idle cores."""
 
@@ -91,19 +94,30 @@ def cache(tmp_path_factory):
 @pytest.mark.parametrize("zero_signal", ["skip", "resample"])
 def test_a_deterministic_run_has_one_curve_and_one_end_alone_beside_others_and_after_kills(tmp_path, cache, zero_signal):
     (tmp_path / "talk.py").write_text(ENVIRONMENT)
-    for name, rank in {"mine": 4, "one": 4, "two": 8, "three": 64}.items():  # three: in a rank class of its own
-        write_run(tmp_path, name, rank, zero_signal)
+    for name, sizes in {"mine": (4, 6, 7, 6), **NEIGHBOURS}.items():
+        write_run(tmp_path, name, sizes, zero_signal)
     alone = outcome_of(tmp_path, cache, "alone", ["mine"])
     assert [row.version for row in alone["evaluations"]] == [0, 2, 4]
     assert len({tuple(sorted(step.items())) for step in alone["steps"]}) == STEPS
-    assert outcome_of(tmp_path, cache, "beside", ["mine", "one", "two", "three"]) == alone
-    assert outcome_of(tmp_path, cache, "killed", ["mine", "one"], num_kills=3) == alone
+    assert outcome_of(tmp_path, cache, "beside", ["mine", *NEIGHBOURS]) == alone
+    assert outcome_of(tmp_path, cache, "killed", ["mine", "one", "four"], num_kills=3) == alone
 
 
-def write_run(folder, name, rank, zero_signal):
+def write_run(folder, name, sizes, zero_signal):
     is_mine = name == "mine"
-    choices = {"steps": STEPS if is_mine else 10_000, "deterministic": str(is_mine).lower(), "staleness": int(not is_mine)}
-    (folder / f"{name}.toml").write_text(RUN.format(name=name, rank=rank, zero_signal=zero_signal, **choices))
+    rank, group_size, groups_per_batch, max_tokens = sizes
+    text = RUN.format(
+        name=name,
+        rank=rank,
+        steps=STEPS if is_mine else 10_000,
+        deterministic=str(is_mine).lower(),
+        staleness=int(not is_mine),
+        zero_signal=zero_signal,
+        group_size=group_size,
+        groups_per_batch=groups_per_batch,
+        max_tokens=max_tokens,
+    )
+    (folder / f"{name}.toml").write_text(text)
 
 
 def outcome_of(folder, cache, name, runs, *, num_kills=0):

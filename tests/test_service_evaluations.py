@@ -1,13 +1,14 @@
 """Held-out evaluations: each due version exactly once, whatever stops in between; one at a time; never a reason for a run to fail."""
 
 import asyncio
+import random
 import shutil
 import threading
 from itertools import count
 
 import pytest
 from actor_builders import Echo, rules_for
-from service_builders import Letters, add, gated, reached, run_config, serving, stored
+from service_builders import Constant, Letters, add, gated, reached, run_config, serving, stored
 from sqlalchemy import select
 
 from noria.buffer.tables import GROUPS
@@ -141,6 +142,87 @@ def test_two_pending_versions_are_evaluated_after_a_restart(tmp_path):
     finally:
         slow.gate.set()
     assert evaluated(asyncio.run(second())) == [0, 2, 4]
+
+
+def fading():
+    """Signal in the first two groups of four, and in none after them. Held-out tasks after the first four wait until `gate` is set."""
+    trained, held_out = count(), count()
+
+    class Fading(Letters):
+        gate = threading.Event()
+
+        def reset(self, task):
+            is_training = task.index < self.num_tasks
+            self.has_signal = is_training and next(trained) < 8
+            if not is_training and next(held_out) >= 4:
+                assert Fading.gate.wait(60)
+            return Letters.reset(self, task)
+
+        def reward(self, action, answer):
+            return random.Random(action).random() if self.has_signal else 0.5
+
+    return Fading
+
+
+@pytest.mark.parametrize("is_cut_short", [False, True])
+@pytest.mark.parametrize("zero_signal", ["skip", "resample"])
+def test_what_a_run_that_ends_early_ends_with_is_evaluated_after_a_restart_too(tmp_path, zero_signal, is_cut_short):
+    algorithm = {"steps": 9, "max_staleness": 0, "max_batches_without_signal": 2, "zero_signal": zero_signal}
+    config, environment = run_config(algorithm=algorithm), fading()
+
+    async def first():
+        async with serving(tmp_path, (config, environment)) as server:
+            run = server.runs["run"]
+            while run._evaluations._pinned != 1:
+                assert not run._done.done(), "the run ended without an evaluation"
+                await asyncio.sleep(0.01)
+            assert evaluated(await stored(server, store.evaluations, "run")) == [0]
+
+    async def to_its_end(*, resume):
+        async with serving(tmp_path, (config, environment), resume=resume) as server:
+            before = await server.stages.buffer.counts("run")
+            assert await server.finished() == {}
+            after, progress = await server.stages.buffer.counts("run"), server.runs["run"].progress
+            assert (progress.version, progress.status) == (1, store.FINISHED)
+            assert "stopped early" in progress.message
+            assert evaluated(await stored(server, store.evaluations, "run")) == [0, 1]
+            assert not resume or before.by_reason["no_signal"] == after.by_reason["no_signal"], "nothing more was played"
+
+    try:
+        if is_cut_short:
+            asyncio.run(first())
+    finally:
+        environment.gate.set()
+    for resume in [True] if is_cut_short else [False, True]:
+        asyncio.run(to_its_end(resume=resume))
+
+
+def test_an_evaluation_is_played_and_counted_as_the_run_file_says(tmp_path):
+    """Its own temperature and samples, and the reward from which a sample solves its task."""
+    how = {"samples": 2, "temperature": 0.7}
+    lenient = run_config("lenient", algorithm={"steps": 0}, evaluation=how | {"solved_at": 0.5})
+    strict = run_config("strict", algorithm={"steps": 0}, evaluation=how)
+
+    async def main():
+        async with serving(tmp_path) as server:
+            asked, sample = [], server.stages.sampler.sample
+
+            async def recording(request):
+                asked.append(request)
+                return await sample(request)
+
+            server.stages.sampler.sample = recording
+            for config in (lenient, strict):
+                await add(server, config, Constant)
+            assert await server.finished() == {}
+            rows = {config.name: (await stored(server, store.evaluations, config.name))[0] for config in (lenient, strict)}
+            return rows, [request for request in asked if request.tenant == "local"]
+
+    rows, asked = asyncio.run(main())
+    assert {(request.params.temperature, request.version) for request in asked} == {(0.7, 0)}
+    assert len(asked) == 2 * 4 * 2
+    assert (rows["lenient"].accuracy, dict(rows["lenient"].pass_at)) == (1.0, {1: 1.0, 2: 1.0})
+    assert (rows["strict"].accuracy, dict(rows["strict"].pass_at)) == (0.0, {1: 0.0, 2: 0.0})
 
 
 @pytest.mark.slow

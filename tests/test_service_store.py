@@ -1,5 +1,6 @@
 """The store's tables: evaluations come back as they went in, and a database of an older release opens, keeps its rows, and takes new ones."""
 
+from service_builders import run_config
 from sqlalchemy import select
 
 from noria.buffer.database import open_database
@@ -29,6 +30,36 @@ def test_a_database_without_the_newer_columns_gets_them_and_keeps_its_rows(tmp_p
         assert store.evaluations(connection, "run") == [store.EvaluationRow(0, 0.25, 0.3, 64, 2), new]
         assert connection.execute(select(store.RUNS)).all() == [], "the other tables were made"
     database.dispose()
+
+
+OLD_RUNS = """
+CREATE TABLE runs (
+    run_id VARCHAR NOT NULL, config VARCHAR NOT NULL, status VARCHAR NOT NULL, message VARCHAR NOT NULL, created_at_s FLOAT NOT NULL,
+    PRIMARY KEY (run_id))
+"""
+
+
+def test_a_run_of_an_older_release_has_no_record_of_its_examples_and_a_new_one_has(tmp_path):
+    database, old, new = open_database(tmp_path / "noria.sqlite"), run_config("old"), run_config("new")
+    with database.begin() as connection:
+        connection.exec_driver_sql(OLD_RUNS)
+        connection.exec_driver_sql("INSERT INTO runs VALUES ('old', ?, 'stopped', '', 1.0)", (old.model_dump_json(),))
+    store.create_tables(database)
+    with database.begin() as connection:
+        store.create_run(connection, new, 2.0, examples_sha256="ab" * 32)
+        assert store.find_run(connection, "old") == store.RunRow("old", old, "stopped", "", None)
+        assert store.find_run(connection, "new") == store.RunRow("new", new, "running", "", "ab" * 32)
+    database.dispose()
+
+
+def test_a_database_that_lacks_nothing_is_not_written(tmp_path):
+    """A reader waits for no writer: opening the folder beside a long transaction takes no lock."""
+    database, other = open_database(tmp_path / "noria.sqlite"), open_database(tmp_path / "noria.sqlite")
+    store.create_tables(database)
+    with other.begin():  # BEGIN IMMEDIATE: a second writer would fail after its timeout
+        store.create_tables(database)
+    for engine in (database, other):
+        engine.dispose()
 
 
 def test_an_evaluation_comes_back_as_it_went_in_and_takes_the_place_of_an_earlier_one(tmp_path):

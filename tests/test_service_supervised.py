@@ -5,9 +5,11 @@ import json
 import os
 import random
 import signal
+import sqlite3
 import subprocess
 import sys
 import time
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -15,10 +17,11 @@ from service_builders import Letters, add, reached, record_training, run_config,
 
 from noria.buffer.database import open_database
 from noria.config import RunConfig, SupervisedConfig, load_toml
-from noria.errors import DatasetError
+from noria.errors import DatasetError, StateConflictError
 from noria.learner.operations import RunSpec
 from noria.model.lora import checksum
 from noria.service import store
+from noria.service.recorded_step import retake
 from noria.service.supervised import SUPERVISED_LOSS, prepare_examples, supervised_metrics
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "supervised" / "largest.toml"
@@ -32,8 +35,8 @@ def folder(tmp_path):
     return tmp_path
 
 
-def supervised(name="run", *, steps=3, **changes):
-    phase = SupervisedConfig(file="examples.jsonl", steps=steps, examples_per_batch=4, learning_rate=5e-3)
+def supervised(name="run", *, steps=3, warmup_steps=0, **changes):
+    phase = SupervisedConfig(file="examples.jsonl", steps=steps, examples_per_batch=4, learning_rate=5e-3, warmup_steps=warmup_steps)
     return run_config(name, supervised=phase, **changes)
 
 
@@ -69,6 +72,18 @@ def test_versions_of_the_phase_come_first_and_no_group_is_admitted_before_it_end
             assert counts.places_in_use == 0
 
     asyncio.run(main())
+
+
+def test_each_phase_warms_up_on_its_own(tmp_path, folder):
+    config = supervised(steps=4, warmup_steps=2, algorithm={"steps": 2, "zero_signal": "train"}, num_tasks=0, adapter={"warmup_steps": 4})
+
+    async def main():
+        async with serving(tmp_path / "state") as server:
+            await add(server, config, folder=folder)
+            assert await server.finished() == {}
+            return [row.metrics["learning_rate"] for row in (await versions(server))[1:]]
+
+    assert asyncio.run(main()) == pytest.approx([2.5e-3, 5e-3, 5e-3, 5e-3, 0.25e-2, 0.5e-2])
 
 
 def test_a_run_may_be_supervised_only_or_evaluate_only(tmp_path, folder):
@@ -160,6 +175,33 @@ def test_examples_are_read_before_the_run_exists_and_no_more_once_the_phase_is_o
     asyncio.run(again())
 
 
+def test_another_file_of_examples_is_refused_within_the_phase_by_resume_and_by_replay(tmp_path, folder):
+    config, file, state_dir = supervised(steps=400, algorithm={"steps": 0}, num_tasks=0), folder / "examples.jsonl", tmp_path / "state"
+    original = file.read_text()
+    edited = original.replace('"completion": "aa"', '"completion": "ab"')
+    assert edited != original
+
+    async def session(*, resume, steps):
+        async with serving(state_dir, keep_versions=400) as server:
+            run = await add(server, config, folder=folder, resume=resume)
+            await reached(server, "run", run.progress.version + steps)
+
+    asyncio.run(session(resume=False, steps=2))
+    file.write_text(edited)
+    with pytest.raises(StateConflictError, match=r"examples.jsonl is not the file that run run was started with \(SHA-256 "):
+        asyncio.run(session(resume=True, steps=1))
+    with pytest.raises(StateConflictError, match=r"is not the file that run run was started with"):
+        retake(state_dir, "run", 2, folder=folder)
+    file.write_text(original)
+    asyncio.run(session(resume=True, steps=1))
+    assert retake(state_dir, "run", 2, folder=folder).is_equal
+    with closing(sqlite3.connect(state_dir / "noria.sqlite")) as database:
+        database.execute("UPDATE runs SET examples_sha256 = NULL")  # as a release that did not record it left it
+        database.commit()
+    file.write_text(edited)
+    asyncio.run(session(resume=True, steps=1))
+
+
 def test_a_version_of_the_phase_can_be_made_again_from_the_one_before(tmp_path, folder):
     """What a replay needs: the version before, the file and the configuration."""
     config = supervised(steps=3, algorithm={"steps": 0}, num_tasks=0)
@@ -170,7 +212,7 @@ def test_a_version_of_the_phase_can_be_made_again_from_the_one_before(tmp_path, 
             assert await server.finished() == {}
             rows, stages = await versions(server), server.stages
             before = stages.files.load(rows[1].record, stages.width_of(config))
-            batch = prepare_examples(await server.examples(config, folder=folder), config, 2, stages.shape)
+            batch = prepare_examples((await server.examples(config, folder=folder)).examples, config, 2, stages.shape)
             stages.learner.load_run(RunSpec("replay", config.adapter.lora, config.optimizer, config.algorithm.loss_spec), before)
             training = stages.learner.train("replay", batch.pieces, loss=SUPERVISED_LOSS, optimizer=config.supervised_optimizer)
             result = await asyncio.wrap_future(training)

@@ -1,4 +1,4 @@
-"""Chats: ids only grow at the end, and what trains is what was sampled."""
+"""Chats: ids only grow at the end, and what was sampled stays as it was."""
 
 from collections.abc import Sequence
 
@@ -6,18 +6,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from llama_file import MERGES, tokens
-from text_builders import ADD, MISTRAL, QWEN25, TEMPLATES, bpe, call, chat, letters, result, said, user
+from text_builders import ADD, GROWING, MISTRAL, QWEN25, TEMPLATES, TEXTS, bpe, call, chat, letters, result, said, trained_text, user
 
 from noria.errors import ChatTemplateError
 from noria.text.chat import ChatFormat, Conversation
 from noria.text.tokenizer import FastTokenizer, SpecialTokens, byte_level_bpe
 from noria.types import Ids, Message, Prompt, ToolSpec
-
-GROWING = ("tiny", "smollm", "qwen25", "llama3")
-"""Templates that never rewrite history and end turns by a token."""
-
-WORDS = st.sampled_from(["hello", " hello", "as", "assist", "12", "\n", " ", "é", "🙂", "4", "<", "{}", "."])
-TEXTS = st.lists(WORDS, min_size=1, max_size=5).map("".join)
 
 
 class Path:
@@ -248,6 +242,44 @@ def test_the_end_of_turn_of_the_template_ends_a_turn_whatever_the_tokenizer_says
     assert path.answer(user("12"))[0] == format.tokenizer.token_id("\n")
 
 
+EOM = TEMPLATES["llama3"].replace("call.arguments | tojson + '}<|eot_id|>'", "call.arguments | tojson + '}' + after_call")
+"""Llama's, with another end after a call than after content."""
+
+
+@pytest.mark.parametrize("end", ["<|eot_id|>", "<|eom_id|>"])
+def test_a_turn_with_a_call_may_end_in_a_token_of_its_own(end: str) -> None:
+    """The template's end after calls is an end id although the tokenizer does not say so; whichever end was sampled, the result is read once."""
+    format = ChatFormat("{% set after_call = '<|eom_id|>' %}" + EOM, bpe("<|eot_id|>"), bos="<|begin_of_text|>")
+    assert format.end_ids == (format.tokenizer.token_id("<|eot_id|>"), format.tokenizer.token_id("<|eom_id|>"))
+    path = Path(format.open(Prompt((user("hi"),), (ADD,))))
+    sampled = (*format.tokenizer.encode('{"name": "add", "parameters": {"a": 1, "b": 2}}'), format.tokenizer.token_id(end))
+    assert path.say(sampled).tool_calls == (call(),)
+    assert path.answer(result("987")) == format.tokenizer.encode(
+        "<|start_header_id|>ipython<|end_header_id|>\n\n987<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n"
+    )
+    text, num_ends = trained_text(format, [user("hi"), said("", call()), result("987"), said("3")], (ADD,))
+    assert (text, num_ends) == ('{"name": "add", "parameters": {"a": 1, "b": 2}}3', 2)
+    ids, is_trained = format.encode_example([user("hi"), said("", call()), result("987"), said("3")], (ADD,))
+    assert is_trained[ids.index(format.tokenizer.token_id("<|eom_id|>"))]
+
+
+@pytest.mark.parametrize("after_call", ["", "\n", " and so\n", "<|eom_id|>"])
+@pytest.mark.parametrize("is_ended", [True, False])
+@pytest.mark.parametrize("question", ["hi", "<|eot_id|>hi<|eot_id|>"])
+def test_a_tool_result_is_read_whatever_ends_the_turn_of_its_call(after_call: str, is_ended: bool, question: str) -> None:
+    """Nor is anything read twice: the prompt holds end ids, the rendered turn none."""
+    template = EOM.replace("+ after_call", "+ (after_call if call.name == 'add' else '<|eot_id|>')")  # as Llama's for its own tools
+    format = ChatFormat("{% set after_call = " + repr(after_call) + " %}" + template, bpe("<|eot_id|>"), bos="<|begin_of_text|>")
+    assert format.end_ids == (format.tokenizer.eos_id,)
+    path = Path(format.open(Prompt((user(question),), (ADD,))))
+    sampled = format.tokenizer.encode('{"name": "add", "parameters": {"a": 1, "b": 2}}')
+    for number in (0, 1):
+        path.say((*sampled, format.tokenizer.eos_id) if is_ended else sampled)
+        observation = format.tokenizer.decode(path.answer(result("987", number)))
+        assert observation == "ipython\n\n987assistant\n\n"
+    assert path.keeps == [None, None]
+
+
 def test_calls_that_the_template_refuses_stay_content() -> None:
     """The policy may say anything; its episode goes on."""
     format = chat("llama3")
@@ -318,104 +350,3 @@ def test_there_is_one_bos_or_none(name: str, kind: str) -> None:
 def test_a_second_bos_is_dropped() -> None:
     format = ChatFormat("{{ bos_token }}<s>" + MISTRAL.replace("{{- bos_token }}", ""), bpe("</s>"), bos="<s>", eos="</s>")
     assert format.render([user("hi")], add_generation_prompt=True) == "<s>[INST] hi[/INST]"
-
-
-# encode_example
-
-
-def trained_text(format: ChatFormat, messages: Sequence[Message], tools: Sequence = ()) -> tuple[str, int]:
-    """What the trained ids spell, and how many of them are end ids."""
-    ids, is_trained = format.encode_example(messages, tools)
-    assert ids == format.tokenizer.encode(format.render(messages, tools, add_generation_prompt=False))
-    assert len(ids) == len(is_trained)
-    chosen = [i for i, trains in zip(ids, is_trained, strict=True) if trains]
-    return format.tokenizer.decode(chosen), sum(i in format.end_ids for i in chosen)
-
-
-@pytest.mark.parametrize("name", ["tiny", "smollm", "qwen25", "llama3", "mistral", "plain"])
-def test_what_the_assistants_say_and_the_end_of_their_turns_train(name: str) -> None:
-    text, num_ends = trained_text(chat(name), [user("hi"), said("12 hello"), user("as"), said("4")])
-    assert text.replace(" ", "") == "12hello4"
-    assert num_ends == (0 if name == "plain" else 2)
-
-
-@pytest.mark.parametrize("name", sorted(TEMPLATES.keys() - {"plain"}))
-def test_calls_train_and_results_do_not(name: str) -> None:
-    text, num_ends = trained_text(chat(name), [user("hi"), said("", call()), result("987"), said("3"), user("hi"), said("4")], (ADD,))
-    assert '"add"' in text
-    assert '{"a": 1, "b": 2}' in text
-    assert text.replace("<think>\n\n</think>\n\n", "").replace(" ", "").endswith("34")
-    assert "987" not in text
-    assert num_ends == 3
-
-
-def test_reasoning_trains_where_the_template_shows_it() -> None:
-    messages = [user("hi"), said("3", reasoning="as"), user("12"), said("4", reasoning="hello")]
-    assert trained_text(chat("qwen3"), messages) == ("3<think>\nhello\n</think>\n\n4", 2)
-
-
-def test_a_template_that_moves_its_tools_still_says_what_trains() -> None:
-    messages = [user("hi"), said("as"), user("12"), said("", call()), result("987"), said("4")]
-    text, num_ends = trained_text(chat("mistral"), messages, (ADD,))
-    assert text.split() == ["as", '[{"name":', '"add",', '"arguments":', '{"a":', "1,", '"b":', "2},", '"id":', '"call00000"}]', "4"]
-    assert num_ends == 3
-
-
-def test_an_end_token_inside_the_content_trains_and_does_not_end_it() -> None:
-    """By place, never by value; padding may have the same id."""
-    format = chat("smollm")
-    ids, is_trained = format.encode_example([user("<|im_end|>"), said("he<|im_end|>llo")])
-    chosen = [i for i, trains in zip(ids, is_trained, strict=True) if trains]
-    assert chosen == [*format.tokenizer.encode("he<|im_end|>llo"), format.tokenizer.eos_id]
-    assert not any(is_trained[: ids.index(chosen[0])])
-    assert ids[-1] == format.tokenizer.token_id("\n")
-    assert not is_trained[-1]
-
-
-def test_a_token_that_straddles_the_end_of_the_header_does_not_train() -> None:
-    body = "{% for m in messages %}{{ m.role + '\\n' + m.content + '<|im_end|>' }}{% endfor %}"
-    format = ChatFormat(body + "{% if add_generation_prompt %}{{ 'assistant\\n' }}{% endif %}", bpe())
-    ids, is_trained = format.encode_example([user("hi"), said("\n12")])
-    double = format.tokenizer.encode("\n\n")
-    assert len(double) == 1
-    assert double[0] in ids
-    assert [i for i, trains in zip(ids, is_trained, strict=True) if trains] == [*format.tokenizer.encode("12"), format.tokenizer.eos_id]
-
-
-@settings(deadline=None, max_examples=40)
-@given(
-    st.sampled_from([("tiny", "bytes"), *((name, kind) for name in GROWING[1:] for kind in ("bpe", "sentencepiece"))]),
-    st.lists(TEXTS, min_size=1, max_size=4),
-)
-def test_an_example_trains_what_a_conversation_would_have_sampled(which: tuple[str, str], texts: list[str]) -> None:
-    format = chat(*which)
-    contents = [text.strip() for text in texts]
-    messages = [message for text in contents for message in (user("hi"), said(text))]
-    ids, is_trained = format.encode_example(messages)
-    starts = [i for i in range(1, len(ids)) if is_trained[i] and not is_trained[i - 1]]
-    stops = [i for i in range(1, len(ids)) if not is_trained[i] and is_trained[i - 1]] or [len(ids)]
-    assert len(starts) == len(contents)
-    for index, (start, content) in enumerate(zip(starts, contents, strict=True)):
-        prompt = format.render(messages[: 2 * index + 1], add_generation_prompt=True)
-        if which[1] != "sentencepiece" and not content.startswith("\n"):
-            assert ids[:start] == format.tokenizer.encode(prompt)
-        stop = stops[index] if index < len(stops) else len(ids)
-        assert ids[stop - 1] == format.tokenizer.eos_id
-        assert format.tokenizer.decode(ids[start:stop]).strip() == content
-
-
-def test_an_end_token_in_plain_text_ends_no_turn() -> None:
-    """A template without end-of-turn tokens: one that a user writes is the user's."""
-    format = chat("plain")
-    assert not format.ends_turns
-    ids, is_trained = format.encode_example([user("hi"), said("as"), user("<|endoftext|>")])
-    assert format.tokenizer.decode([i for i, trains in zip(ids, is_trained, strict=True) if trains]) == "as"
-    path = Path(format.open(Prompt((user("hi"),))))
-    path.say(format.tokenizer.encode("he<|endoftext|>llo"))
-    assert path.answer(user("12")) == format.tokenizer.encode("\nuser: 12\nAnswer: ")
-
-
-def test_a_chat_that_the_assistant_begins_says_what_trains() -> None:
-    for name in ("tiny", "smollm", "qwen25", "llama3"):
-        text, num_ends = trained_text(chat(name), [said("hello"), user("hi"), said("as")])
-        assert (text, num_ends) == ("helloas", 2)

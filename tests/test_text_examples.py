@@ -85,6 +85,21 @@ def test_tools_and_calls_have_the_form_of_the_chat_api(tmp_path, arguments):
     assert "adds" in TOKENIZER.decode(example.ids_T.tolist()), "the tools are in the prompt"
 
 
+QUESTION = {"role": "user", "content": "go"}
+CALL = {"role": "assistant", "content": None, "tool_calls": [{"id": "c1", "type": "function", "function": {"name": "add", "arguments": {}}}]}
+RESULT = {"role": "tool", "tool_call_id": "c1", "content": "2"}
+ANSWER = {"role": "assistant", "content": "2"}
+
+
+def test_a_results_name_is_that_of_its_call_and_null_is_nothing(tmp_path):
+    plain = read(tmp_path, {"messages": [QUESTION, CALL, RESULT, ANSWER]}).examples[0]
+    empty = {"name": None, "tool_call_id": None, "tool_calls": None, "reasoning_content": None}
+    named = [{**empty, **QUESTION}, {**empty, **CALL}, {**empty, **RESULT, "name": "add"}, {**empty, **ANSWER}]
+    example = read(tmp_path, {"messages": named}).examples[0]
+    assert example.ids_T.tolist() == plain.ids_T.tolist()
+    assert example.is_trained_T.tolist() == plain.is_trained_T.tolist()
+
+
 BAD = [
     ("{", "not JSON"),
     ("[]", "must be an object"),
@@ -99,7 +114,14 @@ BAD = [
     ({**GOOD, "weight": "1"}, "weight must be a finite number"),
     ({**GOOD, "weight": True}, "weight must be a finite number"),
     ('{"prompt": "a", "completion": "b", "weight": NaN}', "weight must be a finite number"),
+    ({**GOOD, "weight": 1e39}, "32-bit training"),
+    ({**GOOD, "weight": -1e39}, "32-bit training"),
+    ({**GOOD, "weight": 1e-60}, "32-bit training"),
+    ('{"prompt": "a", "completion": "b", "weight": 1' + "0" * 400 + "}", "401 digits"),
+    ('{"prompt": ' + "[" * 100_000 + "]" * 100_000 + "}", "nested more than"),
     ({"messages": []}, "messages is empty"),
+    ({"messages": [{"role": "assistant", "tool_calls": [{"name": "f", "arguments": '{"a":' * 5000 + "1" + "}" * 5000}]}]}, "nested more than"),
+    ('{"prompt": {"arguments": ' + '{"a":' * 5000 + "1" + "}" * 5002, "nested more than"),
     ({"messages": "hello"}, "messages must be a list"),
     ({"messages": [3]}, r"messages\[0\]: it must be an object"),
     ({"messages": [{"role": "robot", "content": ""}]}, r"messages\[0\]: role must be one of .* \(got 'robot'\)"),
@@ -109,6 +131,16 @@ BAD = [
     ({"messages": [{"role": "assistant", "content": None, "tool_calls": [{"function": {"arguments": "{"}}]}]}, "not JSON"),
     ({"messages": [{"role": "assistant", "content": "", "tool_calls": [{"arguments": {}}]}]}, "no 'name'"),
     ({"messages": [{"role": "user", "content": "a"}], "tools": [{"name": "x", "parameters": 3}]}, "parameters must be an object"),
+    ({"messages": [{"role": "user", "content": "a"}], "tools": [{"name": "x", "strict": True}]}, r"tools\[0\]: unknown keys strict"),
+    ({"messages": [{"role": "user", "content": "a"}], "tools": [{"type": "browser", "name": "x"}]}, "type must be 'function'"),
+    ({"messages": [{"role": "user", "content": "a", "name": "Ann"}, ANSWER]}, r"messages\[0\]: name 'Ann' would be lost"),
+    ({"messages": [QUESTION, {**ANSWER, "name": "Bob"}]}, r"messages\[1\]: name 'Bob' would be lost"),
+    ({"messages": [QUESTION, CALL, {**RESULT, "name": "subtract"}, ANSWER]}, r"messages\[2\]: name 'subtract' would be lost"),
+    ({"messages": [QUESTION, CALL, {"role": "tool", "content": "2", "name": "add"}, ANSWER]}, r"messages\[2\]: name 'add' would be lost"),
+    ({"messages": [{**QUESTION, "tool_call_id": "c1"}, ANSWER]}, "tool_call_id is for messages of role tool"),
+    ({"messages": [{**QUESTION, "reasoning_content": "hm"}, ANSWER]}, "reasoning_content is for messages of role assistant"),
+    ({"messages": [{**QUESTION, "tool_calls": CALL["tool_calls"]}, ANSWER]}, "tool_calls is for messages of role assistant"),
+    ({"messages": [QUESTION, {**CALL, "tool_calls": [{"id": "c1", "name": "add", "index": 0}]}]}, r"tool_calls\[0\]: unknown keys index"),
 ]
 
 
@@ -116,6 +148,20 @@ BAD = [
 def test_a_bad_line_is_refused_with_its_number(tmp_path, line, message):
     with pytest.raises(DatasetError, match=rf"examples\.jsonl, line 3: .*{message}"):
         read(tmp_path, GOOD, "", line)
+
+
+def test_tools_and_a_weight_that_are_null_are_left_out(tmp_path):
+    chat = {"messages": [QUESTION, ANSWER]}
+    (plain,) = read(tmp_path, chat).examples
+    (nulls,) = read(tmp_path, {**chat, "tools": None, "weight": None}).examples
+    assert (nulls.ids_T.tolist(), nulls.weight) == (plain.ids_T.tolist(), 1.0)
+
+
+def test_weights_may_be_zero_or_negative_but_not_all_zero(tmp_path):
+    weights = [example.weight for example in read(tmp_path, {**GOOD, "weight": 0}, {**GOOD, "weight": -0.5}).examples]
+    assert weights == [0.0, -0.5]
+    with pytest.raises(DatasetError, match="all 2 examples have the weight 0"):
+        read(tmp_path, {**GOOD, "weight": 0}, {**GOOD, "weight": -0.0})
 
 
 def test_files_that_are_no_files_of_examples_are_refused(tmp_path):

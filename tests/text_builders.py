@@ -1,5 +1,8 @@
 """Small chat templates with the mechanisms of the well-known families, and tokenizers of each kind for them."""
 
+from collections.abc import Sequence
+
+from hypothesis import strategies as st
 from llama_file import byte_alphabet
 
 from noria.text.chat import TINY_TEMPLATE, ChatFormat
@@ -155,6 +158,7 @@ SPECIAL = [
         "[/INST]",
     ),
     *("[TOOL_CALLS]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]", "<|python_tag|>", "<|endoftext|>"),
+    "<|eom_id|>",
 ]
 ADDED = ["<think>", "</think>", "<tool_call>", "</tool_call>"]
 ENDS = {"mistral": "</s>", "llama3": "<|eot_id|>", "plain": "<|endoftext|>"}
@@ -165,7 +169,7 @@ def bpe(end: str = "<|im_end|>", split: str = "qwen2") -> FastTokenizer:
     """Byte-level BPE with the special tokens of all families."""
     texts = [*SPECIAL, *ADDED, *byte_alphabet(), *(merge.replace(" ", "") for merge in MERGES)]
     added = tuple(range(len(SPECIAL), len(SPECIAL) + len(ADDED)))
-    return byte_level_bpe(texts, MERGES, SpecialTokens(range(len(SPECIAL)), (SPECIAL.index(end),), added_ids=added), split=split)
+    return byte_level_bpe(texts, MERGES, SpecialTokens(range(len(SPECIAL)), (texts.index(end),), added_ids=added), split=split)
 
 
 def sentencepiece(end: str = "</s>", *, adds_space: bool = True) -> FastTokenizer:
@@ -186,6 +190,12 @@ def chat(name: str, kind: str = "bpe") -> ChatFormat:
     bos = "<|begin_of_text|>" if name == "llama3" else "<s>"
     return ChatFormat(TEMPLATES[name], tokenizer, bos=bos, eos="<|eos|>" if name == "tiny" else end, name=name)
 
+
+GROWING = ("tiny", "smollm", "qwen25", "llama3")
+"""Templates that never rewrite history and end turns by a token."""
+
+WORDS = st.sampled_from(["hello", " hello", "as", "assist", "12", "\n", " ", "é", "🙂", "4", "<", "{}", "."])
+TEXTS = st.lists(WORDS, min_size=1, max_size=5).map("".join)
 
 ADD = ToolSpec("add", "Add two numbers.", {"type": "object", "properties": {"a": {"type": "number"}, "b": {"type": "number"}}})
 
@@ -210,3 +220,12 @@ def letters(tokenizer: object, text: str) -> tuple[int, ...]:
     """Ids of `text` one character at a time: another spelling than encoding it gives, wherever a merge applies."""
     assert isinstance(tokenizer, FastTokenizer | ByteTokenizer)
     return tuple(token_id for letter in text for token_id in tokenizer.encode(letter))
+
+
+def trained_text(format: ChatFormat, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> tuple[str, int]:
+    """What the trained ids spell, and how many of them are end ids."""
+    ids, is_trained = format.encode_example(messages, tools)
+    assert ids == format.tokenizer.encode(format.render(messages, tools, add_generation_prompt=False))
+    assert len(ids) == len(is_trained)
+    chosen = [i for i, trains in zip(ids, is_trained, strict=True) if trains]
+    return format.tokenizer.decode(chosen), sum(i in format.end_ids for i in chosen)

@@ -93,10 +93,10 @@ class Low(SingleTurn):
         return sum(byte < 100 for byte in action.encode()) / max(1, len(action.encode()))
 
 
-def train(folder: Path, environment=Low, *, steps=3, server=None, **changes):
-    """`noria.train` on the tiny base; changes: sections, merged with the small ones."""
+def train(folder: Path, environment=Low, *, steps=3, server=None, model="tiny", **changes):
+    """`noria.train`, on the tiny base unless told otherwise; changes: sections, merged with the small ones."""
     sections = {name: {**SECTIONS.get(name, {}), **(changes.pop(name, {}))} for name in SECTIONS}
-    return noria.train(environment, model="tiny", steps=steps, folder=folder, server=SERVER | (server or {}), progress=False, **sections, **changes)
+    return noria.train(environment, model=model, steps=steps, folder=folder, server=SERVER | (server or {}), progress=False, **sections, **changes)
 
 
 def write_run(folder: Path, text: str = RUN_FILE) -> Path:

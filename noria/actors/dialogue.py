@@ -7,7 +7,7 @@ here and never written: nothing is encoded that was sampled.
 """
 
 from collections.abc import Callable
-from typing import Protocol, TypeVar, final
+from typing import TypeAlias, TypeVar, final
 
 from noria.actors.rules import EpisodeRules, Seams
 from noria.errors import ChatTemplateError
@@ -18,22 +18,7 @@ from noria.types import Ids, Message, Prompt
 T = TypeVar("T")
 
 
-class Dialogue(Protocol):
-    """One episode's two sides. Touched by the task that plays the episode only. stop_ids: end a turn; known once it has begun."""
-
-    stop_ids: Ids
-
-    async def begin(self) -> Ids:
-        """The ids of the prompt."""
-
-    async def hear(self, sampled_ids: Ids) -> str | Message:
-        """What was sampled, as the environment's action."""
-
-    async def answer(self, step: Step) -> Continuation:
-        """The ids of the environment's observation, and how much of the path stays before them."""
-
-
-def dialogue_of(prompt: str | Prompt, seams: Seams, rules: EpisodeRules) -> Dialogue:
+def dialogue_of(prompt: str | Prompt, seams: Seams, rules: EpisodeRules) -> "Dialogue":
     """The dialogue that a prompt opens. Raises ChatTemplateError for messages to a base without a chat template."""
     if isinstance(prompt, str):
         return TextDialogue(prompt, seams.tokenizer, rules.stop_ids)
@@ -99,6 +84,11 @@ class ChatDialogue:
     async def _in_thread(self, function: Callable[..., T], *args: object) -> T:
         work = self._seams.threads.run(self._rules.run_id, function, *args)
         return await self._seams.clock.wait_for(work, self._rules.deadlines.step_s, "the chat template")
+
+
+Dialogue: TypeAlias = TextDialogue | ChatDialogue
+"""One episode's two sides. Touched by the task that plays the episode only. `stop_ids` end a turn, known once it has begun; `begin` gives the ids of
+the prompt, `hear` what was sampled as the environment's action, `answer` the ids of an observation and how much of the path stays before them."""
 
 
 def _opened(chat: ChatFormat, prompt: Prompt, stop_ids: Ids) -> tuple[Conversation, Ids, Ids]:

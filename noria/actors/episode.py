@@ -9,6 +9,8 @@ the path so far stays as it is, and another goes on from the part of it that sti
 here: retries, groups, and any judgement of a failure.
 """
 
+import math
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 
 from noria.actors.dialogue import dialogue_of
@@ -45,8 +47,8 @@ class _Play:
         self.path: Ids = ()
         self.stop_ids: Ids = rules.stop_ids
         self.turns: list[Turn] = []
-        self.reward = 0.0
-        self.reward_parts: dict[str, float] = {}
+        self.rewards: list[float] = []
+        self.parts: dict[str, list[float]] = {}
 
     async def run(self) -> Episode:
         with self.seams.loops.lend(self.rules.run_id) as loop:
@@ -66,14 +68,15 @@ class _Play:
                 if is_done or len(self.turns) == self.rules.max_turns:
                     break
                 continuation = await dialogue.answer(step)
-        is_cut = self.turns[-1].completion.finish_reason == "length"
+        is_cut = any(turn.completion.finish_reason == "length" for turn in self.turns)
+        reward_parts = {name: check_reward(_sum(values), f"the sum of reward part {name!r}") for name, values in self.parts.items()}
         return Episode(
             episode_id=self.episode_id,
             member=self.member,
             turns=tuple(self.turns),
-            reward=self._total(is_done),
+            reward=self._total(reward_parts, is_done=is_done),
             truncated=is_cut or not is_done,
-            reward_parts=tuple(sorted(self.reward_parts.items())),
+            reward_parts=tuple(sorted(reward_parts.items())),
         )
 
     async def _sample(self, continuation: Continuation) -> Completion | None:
@@ -102,28 +105,37 @@ class _Play:
         return completion
 
     def _count(self, step: Step) -> None:
-        self.reward += step.reward
+        self.rewards.append(step.reward)
         for name, part in step.reward_parts.items():
-            self.reward_parts[name] = self.reward_parts.get(name, 0.0) + part
+            self.parts.setdefault(name, []).append(part)
 
-    def _total(self, is_done: bool) -> float:
+    def _total(self, parts: Mapping[str, float], *, is_done: bool) -> float:
         """The episode's reward. A weighted component that was never reported counts as 0 only if the episode was cut before its end.
 
         Raises RewardNotFiniteError, EnvironmentOutputError.
         """
-        weights, parts = self.rules.reward_weights, self.reward_parts
+        weights = self.rules.reward_weights
         if not weights:
-            return check_reward(self.reward, "the sum of the rewards")
+            return check_reward(_sum(self.rewards), "the sum of the rewards")
         missing = sorted(weights.keys() - parts.keys())
         if missing and is_done:
             raise EnvironmentOutputError(
                 f"environment.rewards weighs {', '.join(missing)}, which the environment did not report in any step of a whole episode; "
                 f"it reported {', '.join(sorted(parts)) or 'no reward_parts'}"
             )
-        return check_reward(sum(weight * parts.get(name, 0.0) for name, weight in weights.items()), "the weighted sum of the reward components")
+        weighted = [weight * parts.get(name, 0.0) for name, weight in weights.items()]
+        return check_reward(_sum(weighted), "the weighted sum of the reward components")
 
     def _seed(self, turn: int) -> int:
         return derive_seed("request", self.rules.seed, self.task.index, self.task.seed, self.member, turn, bits=SEED_BITS)
 
     def _span(self, name: str, *, is_wait: bool = False) -> AbstractContextManager[None]:
         return self.seams.spans.span("actor", name, self.rules.run_id, is_wait=is_wait)
+
+
+def _sum(values: Iterable[float]) -> float:
+    """Exact until it is rounded once, so that 0.7 + 0.2 + 0.1 is 1.0 on every Python; NaN where it overflows."""
+    try:
+        return math.fsum(values)
+    except (OverflowError, ValueError):  # of finite numbers, and of infinities of both signs
+        return math.nan

@@ -17,9 +17,6 @@ from noria.errors import EnvironmentFailedError
 from noria.protocols import EnvironmentFactory
 from noria.types import Task
 
-SOLVED = 1.0
-"""A sample solves its task from this reward on: the full mark of all built-in environments."""
-
 Rewards: TypeAlias = tuple[float | None, ...]
 """Of one task, by sample; None where the episode failed."""
 
@@ -51,10 +48,14 @@ def held_out_tasks(environment: EnvironmentFactory, num_tasks: int) -> list[Task
     return [Task(environment.num_tasks + i, seed=0) for i in range(min(num_tasks, environment.num_held_out))]
 
 
-async def evaluate(seams: Seams, rules: EpisodeRules, tasks: Sequence[Task], *, samples: int, name: str, tries: int, room: Room) -> EvaluationResult:
+async def evaluate(
+    seams: Seams, rules: EpisodeRules, tasks: Sequence[Task], *, samples: int, solved_at: float, name: str, tries: int, room: Room
+) -> EvaluationResult:
     """Play each task `samples` times. rules: with the pinned version, and the evaluation's temperature. name: unique; episode ids begin with it.
 
-    tries: per episode. Raises EnvironmentFailedError if every episode failed, and what the sampler raises.
+    solved_at: a sample solves its task from this reward on. tries: per episode.
+
+    Raises EnvironmentFailedError if every episode failed, and what the sampler raises.
     """
     assert tasks
     assert samples >= 1
@@ -65,12 +66,13 @@ async def evaluate(seams: Seams, rules: EpisodeRules, tasks: Sequence[Task], *, 
     if len(failures) == len(played):
         raise EnvironmentFailedError(f"evaluation {name}: all {len(tasks)} tasks failed; the first: {failures[0].message}")
     rewards = [None if p.episode is None else p.episode.reward for p in played]
-    return _result(rules.version, tuple(tuple(rewards[first : first + samples]) for first in range(0, len(rewards), samples)), failures)
+    by_task = tuple(tuple(rewards[first : first + samples]) for first in range(0, len(rewards), samples))
+    return _result(rules.version, by_task, failures, solved_at)
 
 
-def _result(version: int, rewards: tuple[Rewards, ...], failures: tuple[EpisodeFailure, ...]) -> EvaluationResult:
+def _result(version: int, rewards: tuple[Rewards, ...], failures: tuple[EpisodeFailure, ...], solved_at: float) -> EvaluationResult:
     finished = [task for row in rewards if (task := [reward for reward in row if reward is not None])]
-    counts = [(len(task), sum(reward >= SOLVED for reward in task)) for task in finished]
+    counts = [(len(task), sum(reward >= solved_at for reward in task)) for task in finished]
     pass_at, k = {}, 1
     while k <= len(rewards[0]):
         if chances := [pass_at_k(n, solved, k) for n, solved in counts if n >= k]:

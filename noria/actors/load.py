@@ -88,7 +88,11 @@ def _builtin(name: str, builtin: Mapping[str, Callable[..., Environment]]) -> Ca
 
 
 def _class_in_file(path: Path, name: str) -> Callable[..., Environment]:
-    if not path.is_file():
+    try:
+        is_there = path.is_file()
+    except (OSError, ValueError):  # too long, or a NUL
+        is_there = False
+    if not is_there:
         raise EnvironmentFailedError(f"there is no file {path} to load the environment {name!r} from")
     module_name = f"noria_environment_{derive_seed(str(path.resolve())):x}_{threading.get_ident():x}"  # no other thread may be importing it
     spec = importlib.util.spec_from_file_location(module_name, path)

@@ -12,26 +12,34 @@ from typing import Any, get_args
 
 import numpy as np
 
+from noria.actors.calls import Calls
 from noria.errors import EnvironmentOutputError, RewardNotFiniteError
+from noria.plain_json import parse_json
 from noria.protocols import Step
 from noria.types import Message, Prompt, Role, ToolCall, ToolSpec
 
 ROLES: tuple[str, ...] = get_args(Role)
 
 
-def check_prompt(value: object, what: str) -> str | Prompt:
-    """The beginning of an episode: text that is not empty, or a prompt of at least one message. Raises EnvironmentOutputError."""
+def check_prompt(value: object, what: str, calls: Calls) -> str | Prompt:
+    """The beginning of an episode: text that is not empty, or a prompt of at least one message. calls: of the episode, none yet.
+
+    Raises EnvironmentOutputError.
+    """
     if not isinstance(value, Prompt):
         return check_text(value, what, may_be_empty=False, expected="text, or a noria.types.Prompt")
     messages = _items(value.messages, f"{what} a Prompt whose messages are")
     if not messages:
         raise EnvironmentOutputError(f"{what} a Prompt without messages; it needs at least one")
     tools = _items(value.tools, f"{what} a Prompt whose tools are")
-    return Prompt(tuple(_message(m, f"{what} a Prompt with") for m in messages), tuple(_tool(t, f"{what} a Prompt with") for t in tools))
+    said = calls.follow([_message(m, f"{what} a Prompt with") for m in messages], f"{what} a Prompt with")
+    return Prompt(said, tuple(_tool(t, f"{what} a Prompt with") for t in tools))
 
 
-def check_step(value: object, *, is_chat: bool) -> Step:
+def check_step(value: object, *, calls: Calls | None) -> Step:
     """A step with plain numbers, and an observation of the episode's kind: a `str`, or a tuple of messages.
+
+    calls: of an episode that speaks in messages, None of one that speaks in text.
 
     Raises RewardNotFiniteError, EnvironmentOutputError.
     """
@@ -40,10 +48,10 @@ def check_step(value: object, *, is_chat: bool) -> Step:
     if not isinstance(value.done, bool | np.bool_):
         raise EnvironmentOutputError(f"the environment's step returned done={_show(value.done)}; it must be True or False")
     is_done = bool(value.done)
-    observation = None if is_done else _observation(value.observation, is_chat=is_chat)
+    observation = None if is_done else _observation(value.observation, calls)
     if not isinstance(value.reward_parts, Mapping):
         raise EnvironmentOutputError(f"the environment's step returned reward_parts={_show(value.reward_parts)}; it must be a dict")
-    parts = {str(name): check_reward(part, f"reward part {name!r}") for name, part in value.reward_parts.items()}
+    parts = dict(_reward_part(name, part) for name, part in value.reward_parts.items())
     return Step(check_reward(value.reward, "the reward"), is_done, observation, parts)
 
 
@@ -60,14 +68,26 @@ def check_reward(value: object, what: str) -> float:
     """`value` as a float. Raises RewardNotFiniteError for NaN and infinities, EnvironmentOutputError for what is no number."""
     if not isinstance(value, Real):
         raise EnvironmentOutputError(f"{what} is {_show(value)}; it must be a number")
-    if not math.isfinite(value):
-        raise RewardNotFiniteError(f"{what} is {value}; it must be finite. The episode fails; it is not counted as 0")
-    return float(value)
+    shown = ""
+    try:
+        number = float(value)
+    except OverflowError:
+        number, shown = math.inf, f", a {type(value).__name__} beyond the largest float"
+    if not math.isfinite(number):
+        raise RewardNotFiniteError(f"{what} is {number}{shown}; it must be finite. The episode fails; it is not counted as 0")
+    return number
 
 
-def _observation(value: object, *, is_chat: bool) -> str | tuple[Message, ...]:
+def _reward_part(name: object, part: object) -> tuple[str, float]:
+    if not isinstance(name, str):
+        raise EnvironmentOutputError(f"the environment's step returned reward_parts with the name {_show(name)}; names must be text")
+    name = str.__str__(name)
+    return name, check_reward(part, f"reward part {name!r}")
+
+
+def _observation(value: object, calls: Calls | None) -> str | tuple[Message, ...]:
     what = "the environment's step is not done, and its observation is"
-    if not is_chat:
+    if calls is None:
         hint = "text: the episode began with text. Begin it with a noria.types.Prompt to speak in messages"
         return check_text(value, what, may_be_empty=True, expected=hint)
     if isinstance(value, str) or not isinstance(value, Message | Sequence):
@@ -77,7 +97,7 @@ def _observation(value: object, *, is_chat: bool) -> str | tuple[Message, ...]:
         raise EnvironmentOutputError(f"{what} an empty sequence; the policy needs at least one message to go on from")
     if any(message.role == "assistant" for message in messages):
         raise EnvironmentOutputError(f"{what} or holds a message of the assistant; only the policy speaks for the assistant")
-    return messages
+    return calls.follow(messages, f"{what} or holds")
 
 
 def _message(value: object, what: str) -> Message:
@@ -123,7 +143,7 @@ def _json_object(value: object, what: str) -> dict[str, Any]:
     if not isinstance(value, Mapping):
         raise EnvironmentOutputError(f"{what} {_show(value)}; it must be a dict")
     try:
-        plain: dict[str, Any] = json.loads(json.dumps(dict(value), allow_nan=False))
+        plain: dict[str, Any] = parse_json(json.dumps(dict(value), allow_nan=False))
     except (TypeError, ValueError, RecursionError) as error:
         raise EnvironmentOutputError(f"{what} {_show(value)}; it must hold plain JSON values: {error}") from error
     return plain

@@ -83,12 +83,24 @@ class ActorPool:
         return outcome
 
     async def evaluate(
-        self, rules: EpisodeRules, tasks: list[Task], *, version: int, samples: int = 1, temperature: float = 0.0, tries: int = 3
+        self,
+        rules: EpisodeRules,
+        tasks: list[Task],
+        *,
+        version: int,
+        samples: int = 1,
+        temperature: float = 0.0,
+        solved_at: float = 1.0,
+        tries: int = 3,
     ) -> EvaluationResult:
-        """Play held-out tasks at `version`; temperature 0 is greedy. Raises as `evaluate`, and StageStoppedError when the pool is or gets closed."""
+        """Play held-out tasks at `version`; temperature 0 is greedy; solved_at: as `evaluate`.
+
+        Raises as `evaluate`, and StageStoppedError when the pool is or gets closed.
+        """
         name = f"{rules.run_id}/evaluation-{next(self._names)}"
         pinned = replace(rules, version=version, temperature=temperature)
-        result = await self._track(evaluate(self._seams, pinned, tasks, samples=samples, name=name, tries=tries, room=self._room))
+        played = evaluate(self._seams, pinned, tasks, samples=samples, solved_at=solved_at, name=name, tries=tries, room=self._room)
+        result = await self._track(played)
         self._count(samples * len(tasks) - result.num_failed, result.failures)
         return result
 

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar, final
 
+from noria.actors.calls import Calls
 from noria.actors.loops import EnvironmentLoop
 from noria.actors.outputs import check_prompt, check_step
 from noria.actors.rules import EpisodeRules, Seams
@@ -32,6 +33,7 @@ class World:
         """loop: lent to this episode; what its methods return to be awaited runs there."""
         self._seams, self._rules, self._loop = seams, rules, loop
         self._environment: Environment | None = None
+        self._calls = Calls()
 
     async def start(self, task: Task) -> str | Prompt:
         """Make a fresh environment, and return the prompt of its task, which says in what the episode speaks: text or messages.
@@ -45,12 +47,16 @@ class World:
     async def act(self, action: str | Message) -> Step:
         """What the environment answers to `action`, in plain values. action: of the episode's kind. Raises as `start`, and RewardNotFiniteError."""
         assert self._environment is not None, "start it first"
-        what, check = "the environment's step", partial(check_step, is_chat=isinstance(action, Message))
+        what, calls = "the environment's step", None
+        if isinstance(action, Message):
+            calls = self._calls
+            calls.follow((action,), what)
+        check = partial(check_step, calls=calls)
         return await self._seams.clock.wait_for(self._call(what, check, self._environment.step, action), self._rules.deadlines.step_s, what)
 
     async def _make_and_reset(self, what: str, task: Task) -> str | Prompt:
         environment = await self._seams.threads.call(self._rules.run_id, what, self._rules.environment)
-        prompt = await self._call(what, partial(check_prompt, what=f"{what} returned"), environment.reset, task)
+        prompt = await self._call(what, partial(check_prompt, what=f"{what} returned", calls=self._calls), environment.reset, task)
         self._environment = environment
         return prompt
 

@@ -7,6 +7,7 @@ from sqlalchemy import Connection, Engine, create_engine, event
 from sqlalchemy.exc import DatabaseError
 
 from noria.errors import StateConflictError
+from noria.storage import storing
 
 BUSY_TIMEOUT_S = 5.0
 """How long a writer waits for another process's transaction before it fails."""
@@ -20,7 +21,8 @@ def open_database(path: Path) -> Engine:
 
     Raises StateConflictError if the file is not a database, or is locked by another process.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
+    with storing(path.parent):
+        path.parent.mkdir(parents=True, exist_ok=True)
     engine = create_engine(f"sqlite:///{path}", connect_args={"timeout": BUSY_TIMEOUT_S})
     event.listen(engine, "connect", _configure)
     event.listen(engine, "begin", _begin)

@@ -11,16 +11,20 @@ from dataclasses import dataclass
 from typing import Any, TypeVar, final
 
 from sqlalchemy import Connection, Engine, Row
+from sqlalchemy.exc import OperationalError
 
 from noria.buffer import life
 from noria.buffer.codec import decode_group
 from noria.buffer.life import Counts, Cursor
 from noria.buffer.tables import CURSORS, GROUPS, METADATA, TASK_FAILURES
-from noria.errors import StateConflictError
+from noria.errors import StateConflictError, StorageError
 from noria.protocols import Clock, Lease, Outstanding
 from noria.types import DropReason, EpisodeGroup
 
 T = TypeVar("T")
+
+NOT_WRITTEN = ("SQLITE_FULL", "SQLITE_IOERR", "SQLITE_READONLY", "SQLITE_CANTOPEN")
+"""SQLite's names for a disk that takes nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,12 +58,20 @@ class SqliteBuffer:
         self._writer.shutdown(wait=True)
 
     async def transaction(self, work: Callable[[Connection], T]) -> T:
-        """The result of `work(connection)`, run on the writer thread in one transaction: committed if it returns, rolled back if it raises."""
+        """The result of `work(connection)`, run on the writer thread in one transaction: committed if it returns, rolled back if it raises.
+
+        Raises StorageError if the disk is full, or cannot be written.
+        """
         return await asyncio.get_running_loop().run_in_executor(self._writer, self._run, work)
 
     def _run(self, work: Callable[[Connection], T]) -> T:
-        with self._engine.begin() as connection:
-            return work(connection)
+        try:
+            with self._engine.begin() as connection:
+                return work(connection)
+        except OperationalError as error:
+            if getattr(error.orig, "sqlite_errorname", "").startswith(NOT_WRITTEN):
+                raise StorageError(f"cannot write the state database: {error.orig}; free space there, or choose another folder") from error
+            raise
 
     async def register_run(self, run_id: str, *, num_tasks: int, seed: int, num_places: int, task_tries: int = 3) -> None:
         """Give the run its cursor and its places. Idempotent: a known run keeps its cursor.

@@ -82,11 +82,11 @@ def debug_step(
     Needs the files of version V-1 (server file: keep_versions) and the episodes of its batch (keep_episodes). Exits with 1 if the checksums differ.
     """
     with refusals():
-        from noria.config import ServerConfig, load_toml
         from noria.report import retaken
+        from noria.report.plan import load_server
         from noria.service.recorded_step import retake
 
-        server = load_toml(server_config, ServerConfig) if server_config else None
+        server = load_server(server_config) if server_config else None
         step = retake(state_dir or DEFAULT_STATE_DIR, name, version, server=server, folder=folder)
         show(retaken.as_json(step), retaken.render(step), as_json=as_json)
         if not step.is_equal:

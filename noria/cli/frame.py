@@ -75,11 +75,14 @@ def show(value: Any, table: "RenderableType", *, as_json: bool) -> None:
 
 @contextmanager
 def logging_to(path: Path) -> Iterator[None]:
-    """Logs go into a file, since the screen belongs to the table."""
+    """Logs go into a file, since the screen belongs to the table. Raises StorageError."""
     from noria.observe import configure_logging
+    from noria.storage import storing
 
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", encoding="utf-8") as stream:
+    with storing(path.parent):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        opened = path.open("a", encoding="utf-8")
+    with opened as stream:
         configure_logging(as_json=True, stream=stream)
         try:
             yield

@@ -9,6 +9,13 @@ import typer
 from noria.cli.frame import DEFAULT_STATE_DIR, Json, RunName, StateDir, refusals, show
 
 
+class Dtype(StrEnum):
+    """Of the weights of a merged model."""
+
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+
+
 class Kind(StrEnum):
     """Formats of an exported version."""
 
@@ -64,6 +71,10 @@ def export(
     kind: Annotated[
         Kind, typer.Option(metavar="peft|merged", help="`peft`: an adapter folder; `merged`: a whole model with the adapter in its weights.")
     ] = Kind.PEFT,
+    dtype: Annotated[
+        Dtype,
+        typer.Option(metavar="float32|bfloat16", help="Of a merged model's weights. `bfloat16`: half the size, but rounding may lose small updates."),
+    ] = Dtype.FLOAT32,
     version: Annotated[str, typer.Option(metavar="N|best|newest", help="Which committed version; `best`: by held-out accuracy.")] = "newest",
     state_dir: StateDir = None,
 ) -> None:
@@ -71,7 +82,7 @@ def export(
     with refusals():
         from noria.service.export import export_version
 
-        exported = export_version(state_dir or DEFAULT_STATE_DIR, name, version=version, kind=kind.value, out=out)
+        exported = export_version(state_dir or DEFAULT_STATE_DIR, name, version=version, kind=kind.value, out=out, dtype=dtype.value)
         typer.echo(f"version {exported} of {name}, as {kind.value}: {out}")
 
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 Resume = Annotated[bool, typer.Option("--resume", help="Go on with the runs in the state folder, from their newest committed versions.")]
 Summary = Annotated[bool, typer.Option("--json", help="No table: progress goes to stderr, and the last line on stdout is one JSON object.")]
 Report = Annotated[bool, typer.Option("--report/--no-report", help="Write report.html and curves.png into the state folder at the end.")]
-Steps = Annotated[int | None, typer.Option(min=1, metavar="N", help="Optimizer steps of every run's reinforcement learning, instead of its file's.")]
+Steps = Annotated[int | None, typer.Option(min=0, metavar="N", help="Optimizer steps of every run's reinforcement learning, instead of its file's.")]
 
 
 def demo(

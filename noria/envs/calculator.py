@@ -6,7 +6,7 @@ It speaks in messages, so it needs a base with a chat template. Its reward has t
 
     correct   the last number that the policy said is the answer
     called    at least one call gave a number: the tool is worth learning before the answers are
-    format    the last line is "answer: NUMBER"; a quarter for a number at all
+    format    the last line is "answer: NUMBER"; a half if it speaks of the answer and has a number, a quarter for a number anywhere
 """
 
 import random
@@ -84,11 +84,16 @@ class Calculator(Settings):
 
 
 def judge(text: str, answer: str) -> tuple[float, float]:
-    """1 if the last number of the text is the answer; 1 if its last line has the form that was asked for, a quarter if it has a number at all."""
+    """1 if the last number of the text is the answer; and 1 if its last line has the form that was asked for, a half if that line speaks of the
+    answer and has a number, a quarter if the text has a number at all.
+    """
     numbers = re.findall(r"-?\d+(?:\.\d+)?", text.replace(",", ""))
     last_line = text.strip().rsplit("\n", 1)[-1]
-    has_form = re.fullmatch(r"answer: -?[\d,]+(\.\d+)?", last_line.strip())
-    return float(numbers[-1:] == [answer]), 1.0 if has_form else 0.25 * bool(numbers)
+    if re.fullmatch(r"answer: -?[\d,]+(\.\d+)?", last_line.strip()):
+        form = 1.0
+    else:
+        form = 0.5 if re.search(r"answer.*\d", last_line, re.IGNORECASE) else 0.25 * bool(numbers)
+    return float(numbers[-1:] == [answer]), form
 
 
 def _answer_call(call: ToolCall) -> tuple[bool, Message]:

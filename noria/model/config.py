@@ -25,6 +25,9 @@ class Family:
 
     model_type: in config.json. gguf: llama.cpp's name of it. has_qkv_bias, has_qk_norm: always. reads_attention_bias: `attention_bias` in config.json
     gives q, k, v and o biases. window_needs_flag: `sliding_window` counts only where `use_sliding_window` is true.
+
+    num_kv_heads, head_dim, sliding_window: what config.json means where it leaves them out (the configuration classes of transformers 5.24); None: as
+    many as there are query heads, hidden size / query heads, no window.
     """
 
     model_type: str
@@ -33,13 +36,16 @@ class Family:
     has_qk_norm: bool = False
     reads_attention_bias: bool = False
     window_needs_flag: bool = False
+    num_kv_heads: int | None = None
+    head_dim: int | None = None
+    sliding_window: int | None = None
 
 
 FAMILIES: Final = {
     "LlamaForCausalLM": Family("llama", "llama", reads_attention_bias=True),
-    "MistralForCausalLM": Family("mistral", "llama"),
-    "Qwen2ForCausalLM": Family("qwen2", "qwen2", has_qkv_bias=True, window_needs_flag=True),
-    "Qwen3ForCausalLM": Family("qwen3", "qwen3", has_qk_norm=True, reads_attention_bias=True, window_needs_flag=True),
+    "MistralForCausalLM": Family("mistral", "llama", num_kv_heads=8, sliding_window=4096),
+    "Qwen2ForCausalLM": Family("qwen2", "qwen2", has_qkv_bias=True, window_needs_flag=True, num_kv_heads=32),
+    "Qwen3ForCausalLM": Family("qwen3", "qwen3", has_qk_norm=True, reads_attention_bias=True, window_needs_flag=True, num_kv_heads=32, head_dim=128),
 }
 """Every architecture that noria reads, by its name in config.json."""
 

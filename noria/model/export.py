@@ -48,6 +48,7 @@ from noria.model.params import Params
 from noria.model.peft_config import CONFIG_FILE, MODULE_PATHS, TENSORS_FILE, Place, place_path, places, read_peft_config, written_fields
 from noria.model.safetensors_file import expand, read_safetensors
 from noria.model.weights import LoadedBase
+from noria.storage import storing
 from noria.types import FloatArray, LoraSpec
 
 _PREFIX: Final = r"(?:(?:base_model|model|module|_orig_mod)\.)*"
@@ -174,8 +175,10 @@ def write_merged(
 
 def _free(folder: Path) -> Path:
     """The folder's full path. Raises StateConflictError if something is there."""
-    target = folder.resolve()
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+    with storing(folder):
+        target = folder.resolve()
+        is_taken = target.exists() and (not target.is_dir() or any(target.iterdir()))
+    if is_taken:
         raise StateConflictError(f"{target} exists and is not an empty folder; nothing was written: choose another, or remove it")
     return target
 

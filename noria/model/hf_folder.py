@@ -4,10 +4,10 @@
     model.safetensors                                all tensors, or
     model.safetensors.index.json + its shards        {"weight_map": {tensor: file}}
 
-Whatever noria does not implement is refused by name. Deliberately not here: tokenizers and chat templates (`text/tokenizer_files.py`), writing.
+Whatever noria does not implement is refused by name. A field that is left out means what it means to transformers, or is refused.
+Deliberately not here: tokenizers and chat templates (`text/tokenizer_files.py`), writing.
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -17,10 +17,11 @@ from typing import Any, Final
 import numpy as np
 
 from noria.errors import ModelFileCorruptError, ModelFileMissingError, ModelUnsupportedError
-from noria.model.config import FAMILIES, ModelConfig
+from noria.model.config import FAMILIES, Family, ModelConfig
 from noria.model.params import Layout, Params, StoredTensor, load_params
 from noria.model.rope import read_rope, read_settings
 from noria.model.safetensors_file import SafeTensor, expand, read_safetensors
+from noria.plain_json import parse_json
 
 LAYOUT: Final = Layout(
     layer="model.layers.{}.",
@@ -59,31 +60,32 @@ def read_config(folder: Path, name: str) -> ModelConfig:
     (another architecture, activation, RoPE type, a quantization, attention windows, experts, biases in the MLP).
     """
     fields = _Fields(read_json(folder / CONFIG), str(folder / CONFIG))
-    family = _family(fields)
+    name_of_family = _family(fields)
+    family = FAMILIES[name_of_family]
     _refuse_extras(fields)
     hidden_size, num_heads, max_context = (fields.integer(k) for k in ("hidden_size", "num_attention_heads", "max_position_embeddings"))
     _refuse_windows(fields, family, max_context)
-    head_dim = fields.integer("head_dim", hidden_size // max(num_heads, 1))
+    head_dim = fields.integer("head_dim", family.head_dim, derived=hidden_size // max(num_heads, 1))
     has_bias = fields.flag("attention_bias")
-    if has_bias and not FAMILIES[family].reads_attention_bias:
-        raise ModelUnsupportedError(f"{fields.source}: attention_bias is true, which {family} does not have")
+    if has_bias and not family.reads_attention_bias:
+        raise ModelUnsupportedError(f"{fields.source}: attention_bias is true, which {name_of_family} does not have")
     return ModelConfig(
         name=name,
         num_layers=fields.integer("num_hidden_layers"),
         hidden_size=hidden_size,
         intermediate_size=fields.integer("intermediate_size"),
         num_heads=num_heads,
-        num_kv_heads=fields.integer("num_key_value_heads", num_heads),
+        num_kv_heads=fields.integer("num_key_value_heads", family.num_kv_heads, derived=num_heads),
         head_dim=head_dim,
         vocab_size=fields.integer("vocab_size"),
         rope=read_rope(read_settings(fields.values, source=fields.source), head_dim, source=fields.source),
         rms_norm_eps=fields.number("rms_norm_eps", _DEFAULT_EPS),
         max_context=max_context,
         tie_embeddings=fields.flag("tie_word_embeddings"),
-        qkv_bias=FAMILIES[family].has_qkv_bias or has_bias,
+        qkv_bias=family.has_qkv_bias or has_bias,
         o_bias=has_bias,
-        qk_norm=FAMILIES[family].has_qk_norm,
-        family=family,
+        qk_norm=family.has_qk_norm,
+        family=name_of_family,
     )
 
 
@@ -124,10 +126,10 @@ def read_index(folder: Path) -> dict[str, str]:
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object. Raises ModelFileMissingError, ModelFileCorruptError."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = parse_json(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise ModelFileMissingError(f"{path} is missing; a model folder has {CONFIG}, safetensors files and a tokenizer") from error
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         raise ModelFileCorruptError(f"cannot read {path}: {error}") from error
     if not isinstance(value, dict):
         raise ModelFileCorruptError(f"{path} is no JSON object")
@@ -151,27 +153,27 @@ def _read_tensors(folder: Path) -> dict[str, SafeTensor]:
 
 @dataclass(frozen=True, slots=True)
 class _Fields:
-    """The fields of config.json; null counts as absent, as in transformers."""
+    """The fields of config.json. Each raises ModelFileCorruptError for a value of another type, and for null where null means nothing."""
 
     values: Mapping[str, Any]
     source: str
 
-    def integer(self, key: str, default: int | None = None) -> int:
-        return int(self._get(key, default, (int,), "an integer"))
+    def integer(self, key: str, default: int | None = None, *, derived: int | None = None) -> int:
+        """default: where it is absent. derived: where it is absent without a default; so it is where null has the same meaning."""
+        value = self.values.get(key, default)
+        return int(self._typed(key, derived if value is None and default is None else value, (int,), "an integer"))
 
-    def number(self, key: str, default: float | None = None) -> float:
-        return float(self._get(key, default, (int, float), "a number"))
+    def number(self, key: str, default: float) -> float:
+        return float(self._typed(key, self.values.get(key, default), (int, float), "a number"))
 
     def flag(self, key: str) -> bool:
         """false where it is absent."""
-        value = self.values.get(key) or False
+        value = self.values.get(key, False)
         if not isinstance(value, bool):
             raise ModelFileCorruptError(f"{self.source}: {key} is {value!r}, expected true or false")
         return value
 
-    def _get(self, key: str, default: float | None, kinds: tuple[type, ...], expected: str) -> Any:
-        value = self.values.get(key)
-        value = default if value is None else value
+    def _typed(self, key: str, value: Any, kinds: tuple[type, ...], expected: str) -> Any:
         if not isinstance(value, kinds) or isinstance(value, bool):
             raise ModelFileCorruptError(f"{self.source}: {key} is {value!r}, expected {expected}")
         return value
@@ -199,14 +201,17 @@ def _refuse_extras(fields: _Fields) -> None:
         raise ModelUnsupportedError(f"{fields.source}: {expert_key} is {values[expert_key]!r}; noria reads dense models, no mixtures of experts")
 
 
-def _refuse_windows(fields: _Fields, family: str, max_context: int) -> None:
+def _refuse_windows(fields: _Fields, family: Family, max_context: int) -> None:
     """Attention is full in every layer, or the model is refused."""
     kinds = fields.values.get("layer_types") or []
     if fields.flag("use_sliding_window") or not isinstance(kinds, list) or set(map(str, kinds)) - {"full_attention"}:
         raise ModelUnsupportedError(f"{fields.source}: sliding windows (use_sliding_window, layer_types); noria reads full attention in every layer")
-    window = None if FAMILIES[family].window_needs_flag else fields.values.get("sliding_window")
-    if window is not None and fields.integer("sliding_window") < max_context:
+    if family.window_needs_flag or fields.values.get("sliding_window", family.sliding_window) is None:  # null: no window
+        return
+    window = fields.integer("sliding_window", family.sliding_window)
+    if window < max_context:
+        absent = "" if "sliding_window" in fields.values else ", which it is where the file states none (null says that there is no window),"
         raise ModelUnsupportedError(
-            f"{fields.source}: sliding_window {window} is smaller than max_position_embeddings {max_context}; noria reads full attention. Lower "
-            "max_position_embeddings to the window in a copy of the file if your texts fit in it"
+            f"{fields.source}: sliding_window {window}{absent} is smaller than max_position_embeddings {max_context}; noria reads full attention. "
+            "Lower max_position_embeddings to the window in a copy of the file if your texts fit in it"
         )

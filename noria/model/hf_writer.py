@@ -7,7 +7,7 @@ import json
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Final, Literal, Protocol, TypeAlias, runtime_checkable
+from typing import Any, Final, Literal, TypeAlias
 
 import jax.numpy as jnp
 import numpy as np
@@ -18,6 +18,7 @@ from noria.errors import AdapterFormatError
 from noria.model.config import FAMILIES, ModelConfig
 from noria.model.hf_folder import INDEX, WEIGHTS
 from noria.model.weights import LoadedBase
+from noria.text.tokenizer import FastTokenizer
 from noria.types import FloatArray
 
 Dtype: TypeAlias = Literal["float32", "bfloat16"]
@@ -33,14 +34,6 @@ _TOKENIZER_FILES: Final = (
     *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "merges.txt"),
     *("special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "chat_template.json"),
 )
-
-
-@runtime_checkable
-class _Savable(Protocol):
-    """A tokenizer that can be written as a tokenizer.json."""
-
-    def save(self, path: Path) -> None:
-        """Write it."""
 
 
 def write_json(path: Path, fields: Mapping[str, Any]) -> None:
@@ -138,7 +131,7 @@ def _shards(tensors: Iterator[tuple[str, FloatArray]], dtype: npt.DTypeLike, sha
 
 def _save_tokenizer(folder: Path, base: LoadedBase) -> None:
     """tokenizer.json of a base that did not come as a Hugging Face folder, and what transformers needs beside it."""
-    if not isinstance(base.tokenizer, _Savable):
+    if not isinstance(base.tokenizer, FastTokenizer):
         raise AdapterFormatError(f"the tokenizer of base {base.config.name} cannot be written as a tokenizer.json; export the adapter as PEFT")
     base.tokenizer.save(folder / "tokenizer.json")
     stored = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))

@@ -6,7 +6,6 @@ here, unless it is off: newer versions of PEFT add settings, and ignoring one wo
     place     (module, layer): one matrix that carries a delta; the unembedding is ("head", 0)
 """
 
-import json
 import math
 import re
 from collections.abc import Iterable
@@ -17,6 +16,8 @@ from noria.errors import AdapterFileCorruptError, AdapterFormatError
 from noria.model.config import ModelConfig
 from noria.model.hf_folder import LAYOUT
 from noria.model.lora import HEAD, MODULES
+from noria.model.name_pattern import PatternError, name_matcher
+from noria.plain_json import parse_json
 from noria.types import LoraSpec
 
 CONFIG_FILE, TENSORS_FILE = "adapter_config.json", "adapter_model.safetensors"
@@ -127,7 +128,7 @@ def written_fields(lora: LoraSpec, modules: Iterable[str], config: ModelConfig, 
 
 def _read_fields(path: Path) -> dict[str, Any]:
     try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
+        fields = parse_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise AdapterFileCorruptError(f"cannot read {path}: {error}") from error
     if not isinstance(fields, dict):
@@ -161,8 +162,8 @@ def _targets(fields: dict[str, Any], config: ModelConfig, path: Path) -> frozens
     if isinstance(wanted, str) and wanted.lower() == "all-linear":
         named = places(MODULES, config)
     else:
-        named = [place for place in places(MODULE_PATHS, config) if _matches(wanted, place_path(place), path)]
-    if isinstance(wanted, list) and (strange := [t for t in wanted if not any(_matches([t], place_path(p), path) for p in named)]):
+        named = _named(wanted, places(MODULE_PATHS, config), path)
+    if isinstance(wanted, list) and (strange := [t for t in wanted if not _named([t], named, path)]):
         raise AdapterFormatError(
             f"{path}: target_modules names {strange}, which noria cannot adapt in base {config.name}; it adapts {', '.join(MODULE_PATHS.values())}"
         )
@@ -170,7 +171,8 @@ def _targets(fields: dict[str, Any], config: ModelConfig, path: Path) -> frozens
         chosen = layers if isinstance(layers, list) else [layers]
         named = [place for place in named if place_path(place) in (wanted or ()) or (place[0] != HEAD and place[1] in chosen)]
     if excluded := fields.get("exclude_modules"):
-        named = [place for place in named if not _matches(excluded, place_path(place), path)]
+        left_out = set(_named(excluded, named, path))
+        named = [place for place in named if place not in left_out]
     targets = frozenset(named)
     for module in MODULES:
         if 0 < (count := sum(m == module for m, _ in targets)) < config.num_layers:
@@ -182,13 +184,21 @@ def _targets(fields: dict[str, Any], config: ModelConfig, path: Path) -> frozens
     return targets
 
 
-def _matches(wanted: Any, name: str, path: Path) -> bool:
-    """A string is an expression for the whole name; a list has names, or ends of names."""
+def _named(wanted: Any, among: list[Place], path: Path) -> list[Place]:
+    """The places that are named: a string is an expression for the whole name; a list has names, or ends of names."""
     if isinstance(wanted, str):
         try:
-            return re.fullmatch(wanted, name) is not None
+            matches = name_matcher(wanted)
+            return [place for place in among if matches(place_path(place))]
+        except PatternError as error:
+            raise AdapterFormatError(f"{path}: modules are named by {_short(wanted)}: {error}; list the modules' names instead") from error
         except re.error as error:
-            raise AdapterFileCorruptError(f"{path}: {wanted!r} is not a regular expression: {error}") from error
+            raise AdapterFileCorruptError(f"{path}: {_short(wanted)} is not a regular expression: {error}") from error
     if not isinstance(wanted, list) or not all(isinstance(item, str) for item in wanted):
         raise AdapterFileCorruptError(f"{path}: modules are named by {wanted!r}, expected a list of names or one regular expression")
-    return any(name == item or name.endswith(f".{item}") for item in wanted)
+    ends = tuple(f".{item}" for item in wanted)
+    return [place for place in among if f".{place_path(place)}".endswith(ends)]
+
+
+def _short(pattern: str, limit: int = 80) -> str:
+    return repr(pattern if len(pattern) <= limit else f"{pattern[:limit]}...")

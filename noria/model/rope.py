@@ -24,7 +24,7 @@ Settings: TypeAlias = Mapping[str, Any]
 """One model's settings in the newer spelling: rope_type, rope_theta, and what the type needs. What is None counts as absent."""
 
 DEFAULT_THETA: Final = 10_000.0
-"""Base of the frequencies where a file states none: the paper's, and the default of transformers and llama.cpp for every family noria reads."""
+"""Base of the frequencies where a file states none: the paper's, and the default of transformers 5.24 and llama.cpp for every family noria reads."""
 
 _ORIGINAL: Final = "original_max_position_embeddings"
 
@@ -90,6 +90,8 @@ def read_settings(fields: Mapping[str, Any], *, source: str) -> Settings:
         name = "rope_type" if key == "type" else key
         if settings.setdefault(name, value) != value:
             raise ModelFileCorruptError(f"{source}: rotary setting {name!r} is both {settings[name]!r} and {value!r}")
+    if "rope_theta" not in settings and any(key == "rope_theta" for key, _ in _spelled(fields, source)):
+        raise ModelFileCorruptError(f"{source}: rope_theta is None, expected a number; left out, it is {DEFAULT_THETA:g}")
     kind = _TYPES.get(str(settings.get("rope_type")))
     if kind is not None and _ORIGINAL in kind.keys:
         settings.setdefault(_ORIGINAL, fields.get(_ORIGINAL) or fields.get("max_position_embeddings"))
@@ -102,7 +104,7 @@ def _spelled(fields: Mapping[str, Any], source: str) -> Iterator[tuple[str, Any]
         if not isinstance(value, dict):
             raise ModelFileCorruptError(f"{source}: {spelling} is {value!r}, expected an object")
         yield from value.items()
-    yield from ((key, fields.get(key)) for key in ("rope_theta", "partial_rotary_factor"))
+    yield from ((key, fields[key]) for key in ("rope_theta", "partial_rotary_factor") if key in fields)
 
 
 def _written(settings: Settings) -> tuple[tuple[str, Any], ...]:

@@ -6,7 +6,6 @@ Parsed here and not with the `safetensors` package, whose NumPy side knows no bf
 that a shard's values are touched once, when they are expanded. Deliberately not here: what the tensors mean (`model/hf_folder.py`), and writing.
 """
 
-import json
 import math
 import struct
 from dataclasses import dataclass, field
@@ -18,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from noria.errors import ModelFileCorruptError, ModelFileMissingError, ModelUnsupportedError
+from noria.plain_json import parse_json
 from noria.types import FloatArray
 
 _LENGTH: Final = struct.Struct("<Q")
@@ -73,8 +73,8 @@ def _read_header(path: Path, memory: npt.NDArray[np.uint8]) -> _Header:
     if not 2 <= size_bytes <= min(_MAX_HEADER_BYTES, memory.size - _LENGTH.size):
         raise ModelFileCorruptError(f"{path} is not a safetensors file, or is cut off at {memory.size} bytes; download it again")
     try:
-        entries = json.loads(memory[_LENGTH.size : _LENGTH.size + size_bytes].tobytes())
-    except (ValueError, RecursionError) as error:
+        entries = parse_json(memory[_LENGTH.size : _LENGTH.size + size_bytes].tobytes())
+    except ValueError as error:
         raise ModelFileCorruptError(f"{path} is not a safetensors file: {error}; download it again") from error
     if not isinstance(entries, dict):
         raise ModelFileCorruptError(f"{path} is not a safetensors file: its header is no object; download it again")

@@ -50,8 +50,12 @@ def load_base(name: str) -> LoadedBase:
     """
     if name in _BASES:
         return _BASES[name]()
-    path = Path(name).expanduser()
-    if name and (path.exists() or path.suffix == ".gguf"):
+    try:
+        path = Path(name).expanduser()
+        is_path = bool(name) and (path.exists() or path.suffix == ".gguf")
+    except (OSError, ValueError, RuntimeError) as error:  # too long, a NUL, a user without a home
+        raise ConfigError(f"base {name[:80]!r} can be neither a name nor a path: {getattr(error, 'strerror', None) or error}") from error
+    if is_path:
         return load_folder(path, name) if path.is_dir() else load_gguf(path, name)
     if is_hub_name(name):
         return load_folder(hub_folder(name), name)
@@ -112,6 +116,14 @@ def _load_smollm2() -> LoadedBase:
 
 
 _BASES: Final[dict[str, Callable[[], LoadedBase]]] = {"smollm2-135m": _load_smollm2, "tiny": _load_tiny}
+
+_HUB_NAMES: Final = {"smollm2-135m": "HuggingFaceTB/SmolLM2-135M-Instruct"}
+"""Where others find the built-in models; `tiny` is in no hub."""
+
+
+def public_name(name: str) -> str:
+    """What other libraries load the base called `name` by, on any machine: a hub name, or, for a folder or a file, its path as it was given."""
+    return _HUB_NAMES.get(name, name)
 
 
 def _packaged(module: str, file: str, *, install: str) -> Path:

@@ -3,6 +3,7 @@
 import asyncio
 import resource
 import sys
+from collections.abc import Sequence
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -13,10 +14,10 @@ from rich.text import Text
 from noria.actors.group import EpisodeFailure
 from noria.report.plan import Plan
 from noria.report.tokens import marked, spell
+from noria.rl.credit import trained_turns
 from noria.service.build import open_server
 from noria.service.trial import Trial, try_run
-from noria.text.examples import Example
-from noria.types import Episode
+from noria.types import Episode, Example
 
 MIB, GIB = 2**20, 2**30
 NUM_IDS_SHOWN = 64
@@ -47,15 +48,18 @@ def peak_rss_bytes() -> int:
 def as_json(checked: tuple[Trial, int]) -> dict[str, Any]:
     """The trial as plain data."""
     trial, rss_bytes = checked
-    episode = trial.group.episodes[0]
+    episode, trained = _shown(trial)
     statistics, timing, estimate = trial.batch.statistics, trial.timing, trial.estimate
     return {
         "run": trial.config.name,
+        "task": {"index": trial.group.task.index, "seed": trial.group.task.seed},
         "prompt": spell(trial.tokenizer, episode.turns[0].observation_ids),
         "prompt_ids": list(episode.turns[0].observation_ids),
         "episode": {
+            "member": episode.member,
             "ids": list(_ids(episode)),
-            "trained": [int(flag) for flag in _mask(episode)],
+            "sampled": [int(flag) for flag in _mask(episode, [True] * len(trained))],
+            "trained": [int(flag) for flag in _mask(episode, trained)],
             "text": spell(trial.tokenizer, _ids(episode)),
             "num_turns": len(episode.turns),
             "num_paths": len(episode.paths),
@@ -101,13 +105,16 @@ def as_json(checked: tuple[Trial, int]) -> dict[str, Any]:
 def render(checked: tuple[Trial, int]) -> RenderableType:
     """The trial for people."""
     trial, rss_bytes = checked
-    episode = trial.group.episodes[0]
+    episode, trained = _shown(trial)
     prompt_ids = episode.turns[0].observation_ids
     shown = ", ".join(map(str, prompt_ids[:NUM_IDS_SHOWN])) + (", ..." if len(prompt_ids) > NUM_IDS_SHOWN else "")
     sections: list[tuple[str, RenderableType]] = [
         (f"Prompt of task {trial.group.task.index} ({len(prompt_ids)} ids)", Text(spell(trial.tokenizer, prompt_ids))),
         ("Its ids", Text(shown, style="dim")),
-        ("One episode; between ⟦ ⟧ what the policy sampled and the learner trains", marked(trial.tokenizer, _ids(episode), _mask(episode))),
+        (
+            f"The episode of member {episode.member}; between ⟦ ⟧ what the policy sampled and the learner trains, between ⟨ ⟩ what it only sampled",
+            marked(trial.tokenizer, _ids(episode), _mask(episode, trained), _mask(episode, [not trains for trains in trained])),
+        ),
         ("Its group", _group_table(trial)),
         ("Entries and positions", Text(_sharing(trial))),
     ]
@@ -130,9 +137,18 @@ def _ids(episode: Episode) -> tuple[int, ...]:
     return tuple(i for turn in episode.turns for part in (turn.observation_ids, turn.completion.sampled_ids) for i in part)
 
 
-def _mask(episode: Episode) -> list[bool]:
-    """Which of `_ids` were sampled."""
-    return [flag for turn in episode.turns for flag in (*(False,) * len(turn.observation_ids), *(True,) * len(turn.completion.sampled_ids))]
+def _shown(trial: Trial) -> tuple[Episode, tuple[bool, ...]]:
+    """The first episode that trains, or the first if none does, and which of its turns train."""
+    trained = trained_turns(trial.group, trial.config.algorithm)
+    number = next((i for i, turns in enumerate(trained) if any(turns)), 0)
+    return _by_member(trial)[number], trained[number]
+
+
+def _mask(episode: Episode, chosen: Sequence[bool]) -> list[bool]:
+    """Which of `_ids` were sampled in the chosen turns."""
+    turns = zip(episode.turns, chosen, strict=True)
+    parts = ((len(turn.observation_ids), len(turn.completion.sampled_ids), is_chosen) for turn, is_chosen in turns)
+    return [flag for num_read, num_sampled, is_chosen in parts for flag in (*(False,) * num_read, *(is_chosen,) * num_sampled)]
 
 
 def _group_table(trial: Trial) -> RenderableType:

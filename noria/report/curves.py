@@ -70,12 +70,15 @@ def draw_curves(report: SessionReport, theme: Theme = LIGHT) -> bytes:
     return _png(runs_figure(report.runs, theme))
 
 
-def runs_figure(runs: Sequence[RunReport], theme: Theme = LIGHT) -> Figure:
-    """One panel per run: rewards by step, their mean over five steps, held-out accuracy, and the staleness of each step below."""
+def runs_figure(runs: Sequence[RunReport], theme: Theme = LIGHT, *, make: type[Figure] = Figure) -> Figure:
+    """One panel per run: rewards by step, their mean over five steps, held-out accuracy, and the staleness of each step below.
+
+    make: the figure's class.
+    """
     num_columns = min(MAX_COLUMNS, max(1, len(runs)))
     num_rows = max(1, math.ceil(len(runs) / num_columns))
     with rc_context(_style(theme)):
-        figure = Figure(figsize=(max(6.0, 0.6 + 3.9 * num_columns), 0.5 + 3.3 * num_rows), layout="constrained")
+        figure = make(figsize=(max(6.0, 0.6 + 3.9 * num_columns), 0.5 + 3.3 * num_rows), layout="constrained")
         grid = figure.add_gridspec(2 * num_rows, num_columns, height_ratios=[4.2, 1] * num_rows)
         low, high = _reward_range(runs)
         for index, run in enumerate(runs):

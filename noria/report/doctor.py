@@ -158,7 +158,10 @@ def _memory_bytes() -> tuple[int, int]:
 
 
 def _disk(state_dir: Path) -> Iterator[Finding]:
-    folder = next(path for path in (state_dir.absolute(), *state_dir.absolute().parents) if path.is_dir())
+    folder = next(path for path in (state_dir.absolute(), *state_dir.absolute().parents) if path.exists())
+    if not folder.is_dir():
+        yield Finding("disk", "fail", f"{folder} is a file, and no state can be kept in it", "choose another --state-dir")
+        return
     free = shutil.disk_usage(folder).free
     status: Status = "fail" if free < NO_DISK_BYTES else "warn" if free < LITTLE_DISK_BYTES else "ok"
     advice = "" if status == "ok" else "free some space, or choose another --state-dir: versions, episodes and logs are kept there"

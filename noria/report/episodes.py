@@ -19,7 +19,7 @@ from noria.errors import ConfigError
 from noria.model.weights import load_base
 from noria.protocols import Tokenizer
 from noria.report.files import aside
-from noria.rl.credit import episode_advantages, trained_members
+from noria.rl.credit import episode_advantages, trained_turns
 from noria.service.archive import open_archive
 from noria.types import Turn
 
@@ -52,10 +52,12 @@ COLUMNS: Final = {
 def read_episodes(state_dir: Path, name: str, *, version: int | None = None) -> list[dict[str, Any]]:
     """The rows of a run's settled groups in admission order. version: only of the groups that the step to it trained.
 
-    Raises StateConflictError (no such run, or its episodes were not kept), and what loading the base, for its tokenizer, raises.
+    Raises StateConflictError (no such run, or its episodes were not kept), UnknownVersionError, and what loading the base, for its tokenizer, raises.
     """
     with open_archive(state_dir) as archive:
         config = archive.run(name).config
+        if version is not None:
+            archive.version(name, str(version))  # there is one
         groups = archive.settled(name, trained_version=version)
     tokenizer = load_base(config.base).tokenizer
     return [row for group in groups for row in _rows(group, config.algorithm, tokenizer)]
@@ -64,7 +66,7 @@ def read_episodes(state_dir: Path, name: str, *, version: int | None = None) -> 
 def dump(state_dir: Path, name: str, out: Path, *, version: int | None = None) -> int:
     """Write the rows into a .jsonl or .parquet file, whole or not at all; the number of rows.
 
-    Raises as `read_episodes`; ConfigError for another suffix, for Parquet without pyarrow, or a place that cannot be written to.
+    Raises as `read_episodes`; ConfigError for another suffix, or for Parquet without pyarrow; StorageError for a place that cannot be written to.
     """
     if out.suffix not in WRITERS:
         raise ConfigError(f"episodes are written as {' or '.join(WRITERS)} (got {out.name!r})")
@@ -79,10 +81,9 @@ def dump(state_dir: Path, name: str, out: Path, *, version: int | None = None) -
 def _rows(settled: SettledGroup, algorithm: AlgorithmConfig, tokenizer: Tokenizer) -> Iterator[dict[str, Any]]:
     group = settled.group
     episodes = sorted(group.episodes, key=lambda e: e.member)
-    trained = trained_members(group, algorithm) if settled.status == TRAINED else frozenset()
-    for episode, advantage in zip(episodes, episode_advantages(group, algorithm).tolist(), strict=True):
-        is_trained = episode.member in trained
-        paths = list(_paths(episode.turns, is_trained))
+    advantages = episode_advantages(group, algorithm).tolist()
+    for episode, advantage, trained in zip(episodes, advantages, trained_turns(group, algorithm), strict=True):
+        paths = list(_paths(episode.turns, [is_trained and settled.status == TRAINED for is_trained in trained]))
         for number, tokens in enumerate(paths):
             yield {
                 "run": group.run_id,
@@ -112,15 +113,14 @@ def _rows(settled: SettledGroup, algorithm: AlgorithmConfig, tokenizer: Tokenize
 Token = tuple[int, float | None, int | None, bool]
 
 
-def _paths(turns: Sequence[Turn], is_trained: bool) -> Iterator[list[Token]]:
-    """(id, behavior_logprob, version, is it an entry here) along each path."""
+def _paths(turns: Sequence[Turn], trained: Sequence[bool]) -> Iterator[list[Token]]:
+    """(id, behavior_logprob, version, is it an entry here) along each path. trained: whether the tokens sampled in each turn are entries."""
     path: list[Token] = []
-    for turn in turns:
+    for turn, is_entry in zip(turns, trained, strict=True):
         if turn.keep is not None and turn.keep < len(path):
             yield path
             path = [(token, logprob, version, False) for token, logprob, version, _ in path[: turn.keep]]
         done = turn.completion
-        is_entry = is_trained and turn.temperature > 0
         path = [*path, *((token, None, None, False) for token in turn.observation_ids)]
         path += [(*token, is_entry) for token in zip(done.sampled_ids, done.behavior_logprobs, done.versions, strict=True)]
     yield path

@@ -2,17 +2,17 @@
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from noria.errors import ConfigError
+from noria.storage import cannot_write
 
 
 @contextmanager
 def aside(path: Path) -> Iterator[Path]:
     """A path beside `path` to write into: it becomes `path` when the block has ended well, and is removed when it has not.
 
-    Raises ConfigError if the place cannot be written to.
+    Raises StorageError if the place cannot be written to.
     """
     part = path.with_name(f"{path.name}.part")
     try:
@@ -21,13 +21,14 @@ def aside(path: Path) -> Iterator[Path]:
             os.fsync(file.fileno())
         os.replace(part, path)
     except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror or error}") from error
+        raise cannot_write(path, error) from error
     finally:
-        part.unlink(missing_ok=True)
+        with suppress(OSError):  # where a file lies in a folder's place there is nothing to remove
+            part.unlink(missing_ok=True)
 
 
 def write_aside(path: Path, content: bytes) -> Path:
-    """Write a whole file; its path. Raises ConfigError if the place cannot be written to."""
+    """Write a whole file; its path. Raises StorageError if the place cannot be written to."""
     with aside(path) as part:
         part.write_bytes(content)
     return path

@@ -14,6 +14,7 @@ from noria.report.session import TIMELINE_S
 from noria.report.summary import SessionReport
 from noria.service.build import RunReport
 from noria.service.folder import REPORTS
+from noria.storage import storing
 
 STYLE = """
 :root { color-scheme: light dark; --page: #ffffff; --text: #1f2328; --faint: #656d76; --line: #e5e8eb; --bad: #b42318; --good: #1a7f37; }
@@ -71,7 +72,8 @@ def write_report(report: SessionReport, summary: Mapping[str, Any], folder: Path
     curves = draw_curves(report)
     page = render_page(report, summary, curves)
     html, png, timeline = REPORTS
-    write_chrome_trace(folder / timeline, report.spans)
+    with storing(folder / timeline):
+        write_chrome_trace(folder / timeline, report.spans)
     return write_aside(folder / html, page.encode()), write_aside(folder / png, curves), folder / timeline
 
 

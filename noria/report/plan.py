@@ -3,14 +3,18 @@
 Deliberately light: no jax, no database. A bad file is refused here, before anything is loaded.
 """
 
+import os.path
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib.resources import as_file, files
 from pathlib import Path
+from typing import TypeVar
 
-from noria.config import RunConfig, ServerConfig, load_toml, parse
+from noria.config import BUILTIN_BASES, RunConfig, ServerConfig, load_toml, parse
 from noria.errors import ConfigError
 from noria.protocols import EnvironmentFactory
+
+ConfigT = TypeVar("ConfigT", RunConfig, ServerConfig)
 
 DEMO_RUNS = ("largest", "first_letter", "doubling")
 """The packaged run files of `noria demo`, in the order of its table."""
@@ -57,9 +61,36 @@ def train_plan(
 
     Raises ConfigError: an unusable file, two runs of one name, runs of different bases.
     """
-    runs = [PlannedRun(load_toml(path, RunConfig), path.parent) for path in run_files]
-    server = load_toml(server_config, ServerConfig) if server_config else server_for([run.config for run in runs])
+    runs = [PlannedRun(base_beside(load_toml(path, RunConfig), path.parent), path.parent) for path in run_files]
+    server = load_server(server_config) if server_config else server_for([run.config for run in runs])
     return _plan(server, runs, state_dir, resume, steps)
+
+
+def load_server(path: Path) -> ServerConfig:
+    """The server of a file. Raises ConfigError."""
+    return base_beside(load_toml(path, ServerConfig), path.parent)
+
+
+def base_beside(config: ConfigT, folder: Path) -> ConfigT:
+    """The configuration with a base that lies on disk, relative to `folder`, by its absolute path: it means the same wherever it is read again.
+
+    Names of built-in bases and of the hub, and what nobody knows, stay as they are. Raises ConfigError for what can be neither, and for a path that
+    leads somewhere only from the current directory.
+    """
+    if config.base in BUILTIN_BASES or not config.base:
+        return config
+    try:
+        path = folder / Path(config.base).expanduser()
+        is_path = config.base.startswith((".", "/", "~")) or path.suffix == ".gguf" or path.exists()
+        is_elsewhere = not is_path and Path(config.base).exists()
+    except (OSError, ValueError, RuntimeError) as error:  # too long, a NUL, a user without a home
+        raise ConfigError(f"base {config.base[:80]!r} can be neither a name nor a path: {getattr(error, 'strerror', None) or error}") from error
+    if is_elsewhere:
+        raise ConfigError(
+            f"base {config.base!r} is relative to the file that names it, and {os.path.abspath(path)} does not exist; for the one in the current "
+            f"directory write {os.path.abspath(config.base)!r}"
+        )
+    return config.model_copy(update={"base": os.path.abspath(path)}) if is_path else config
 
 
 def server_for(configs: Sequence[RunConfig]) -> ServerConfig:

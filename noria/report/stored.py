@@ -19,6 +19,9 @@ from noria.service.archive import open_archive
 NUM_SHOWN = 10
 """Newest versions that `show` lists."""
 
+UNREADABLE = "unreadable"
+"""Shown as the status of a run that another version of noria wrote."""
+
 METRICS = {
     "reward": ("reward_mean", ".3f"),
     "staleness": ("staleness_max", ".0f"),
@@ -41,6 +44,11 @@ class StoredRun:
     dropped: dict[str, int]
 
     @property
+    def name(self) -> str:
+        """Of the run."""
+        return self.row.run_id
+
+    @property
     def version(self) -> int:
         """The newest committed version."""
         return self.versions[-1].record.version if self.versions else 0
@@ -51,25 +59,38 @@ class StoredRun:
         return [version.metrics["reward_mean"] for version in self.versions if "reward_mean" in version.metrics]
 
 
-def read_runs(state_dir: Path) -> list[StoredRun]:
+@dataclass(frozen=True, slots=True)
+class UnreadableRun:
+    """A run that another version of noria wrote: there, but closed to this one. error: why."""
+
+    name: str
+    error: StateConflictError
+
+
+def read_runs(state_dir: Path) -> list[StoredRun | UnreadableRun]:
     """All runs of the folder, oldest first, read beside a server that may be at work; tables that are missing are made.
 
-    Raises StateConflictError if it holds no state, or something else.
+    One that cannot be read hides no other. Raises StateConflictError if it holds no state, or something else.
     """
     with open_archive(state_dir) as archive, archive.reading() as connection:
         return [run for name in archive.names() if (run := _read(connection, name)) is not None]
 
 
-def find_stored(runs: Sequence[StoredRun], name: str) -> StoredRun:
-    """The run of that name. Raises StateConflictError, with the names there are."""
+def find_stored(runs: Sequence[StoredRun | UnreadableRun], name: str) -> StoredRun:
+    """The run of that name. Raises StateConflictError: there is none (with the names there are), or it cannot be read."""
     for run in runs:
-        if run.row.run_id == name:
+        if run.name == name:
+            if isinstance(run, UnreadableRun):
+                raise run.error
             return run
-    raise StateConflictError(f"there is no run {name!r} in this state folder; there are: {', '.join(run.row.run_id for run in runs) or 'none'}")
+    raise StateConflictError(f"there is no run {name!r} in this state folder; there are: {', '.join(run.name for run in runs) or 'none'}")
 
 
-def _read(connection: Connection, name: str) -> StoredRun | None:
-    row = store.find_run(connection, name)
+def _read(connection: Connection, name: str) -> StoredRun | UnreadableRun | None:
+    try:
+        row = store.find_run(connection, name)
+    except StateConflictError as error:
+        return UnreadableRun(name, error)
     if row is None:
         return None
     versions, evaluations = store.versions(connection, name), store.evaluations(connection, name)
@@ -77,8 +98,10 @@ def _read(connection: Connection, name: str) -> StoredRun | None:
     return StoredRun(row, tuple(versions), tuple(evaluations), store.tokens_sampled(connection, name), dropped)
 
 
-def as_json(run: StoredRun, *, is_full: bool) -> dict[str, Any]:
-    """A run as plain data. is_full: with the metrics of every version and the settings."""
+def as_json(run: StoredRun | UnreadableRun, *, is_full: bool) -> dict[str, Any]:
+    """A run as plain data; of one that cannot be read, that. is_full: with the metrics of every version and the settings."""
+    if isinstance(run, UnreadableRun):
+        return {"name": run.name, "status": UNREADABLE, "message": f"{run.error.code}: {run.error}"}
     config = run.row.config
     short = {
         "name": config.name,
@@ -100,18 +123,22 @@ def as_json(run: StoredRun, *, is_full: bool) -> dict[str, Any]:
     return short | {"versions": versions, "config": config.model_dump(mode="json")}
 
 
-def list_table(runs: Sequence[StoredRun]) -> RenderableType:
-    """One line per run."""
+def list_table(runs: Sequence[StoredRun | UnreadableRun]) -> RenderableType:
+    """One line per run, and what is wrong with those that cannot be read."""
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold dim")
     for heading in ("run", "tenant", "task", "status", "version", "reward", "accuracy"):
         table.add_column(heading, no_wrap=True, overflow="ellipsis")
     for run in runs:
+        if isinstance(run, UnreadableRun):
+            table.add_row(Text(run.name, style="bold"), "", "", UNREADABLE)
+            continue
         config = run.row.config
         accuracy = " → ".join(f"{evaluation.accuracy:.2f}" for evaluation in (run.evaluations[:1] + run.evaluations[1:][-1:]))
         reward = f"{run.rewards[-1]:.2f} {sparkline(run.rewards, 12)}" if run.rewards else ""
         version = f"{run.version}/{config.num_steps}"
         table.add_row(Text(config.name, style="bold"), config.tenant, task_name(config), run.row.status, version, reward, accuracy)
-    return table
+    problems = [Text(f"error[{run.error.code}]: {run.error}", style="yellow") for run in runs if isinstance(run, UnreadableRun)]
+    return Group(table, *problems) if problems else table
 
 
 def show_table(run: StoredRun) -> RenderableType:

@@ -18,12 +18,14 @@ def spell_one(tokenizer: Tokenizer, token: int) -> str:
     return repr(spell(tokenizer, (token,)))[1:-1]
 
 
-def marked(tokenizer: Tokenizer, ids: Sequence[int], mask: Sequence[bool]) -> Text:
-    """The text of ids, stretches of the mask in colour and between ⟦ and ⟧, which pipes keep."""
+def marked(tokenizer: Tokenizer, ids: Sequence[int], mask: Sequence[bool], other_mask: Sequence[bool] = ()) -> Text:
+    """The text of ids, stretches of the mask in colour and between ⟦ and ⟧, which pipes keep; those of the other mask between ⟨ and ⟩."""
     shown = Text()
-    for is_marked, group in groupby(zip(ids, mask, strict=True), key=lambda pair: pair[1]):
+    kinds = zip(mask, other_mask or [False] * len(mask), strict=True)
+    for (is_marked, is_other), group in groupby(zip(ids, kinds, strict=True), key=lambda pair: pair[1]):
         text = spell(tokenizer, [token for token, _ in group])
-        shown.append(f"⟦{text}⟧" if is_marked else text, style="bold green" if is_marked else "")
+        before, after, style = ("⟦", "⟧", "bold green") if is_marked else ("⟨", "⟩", "yellow") if is_other else ("", "", "")
+        shown.append(f"{before}{text}{after}", style=style)
     return shown
 
 

@@ -23,7 +23,7 @@ from noria.rl.advantages import group_advantages
 from noria.rl.kl import kl_rewards, rewards_with_kl
 from noria.rl.preference import preference_pairs
 from noria.rl.returns import gae, token_rewards
-from noria.types import Episode, EpisodeGroup, FloatArray, IntArray, Turn
+from noria.types import Denominator, Episode, EpisodeGroup, FloatArray, IntArray, Turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,27 +107,33 @@ def candidates_of(groups: Sequence[EpisodeGroup], algorithm: AlgorithmConfig, sc
     return [Candidate(each, np.full(each.num_tokens, advantages[each.index], np.float32)) for each in trainable]
 
 
-def token_weights(candidates: Sequence[Candidate], denominator: str) -> list[float]:
+def token_weights(candidates: Sequence[Candidate], denominator: Denominator) -> list[float]:
     """The weight of each token of each candidate: 1 / denominator, see `rl.tree.build_batch`."""
     groups = [candidate.of.group for candidate in candidates]
     if any("pair_M" in candidate.columns for candidate in candidates):
-        units = [1] * len(candidates)  # a pair's weight stands on each of its tokens, and counts once: two candidates each
-        share = 0.5
-    else:
-        units, share = [candidate.of.num_tokens for candidate in candidates], 1.0
-    total: Counter[int] = Counter()
-    for group, unit in zip(groups, units, strict=True):
-        total[group] += unit
+        return unit_weights([1] * len(candidates), groups, denominator, share=0.5)  # a pair's weight stands on each of its tokens, and counts once
+    return unit_weights([candidate.of.num_tokens for candidate in candidates], groups, denominator)
+
+
+def unit_weights(counts: Sequence[int], groups: Sequence[int], denominator: Denominator, *, share: float = 1.0) -> list[float]:
+    """The weight of each token of each episode that counts in the denominator.
+
+    counts: units of each episode, at least 1: its tokens. groups: which group it belongs to; any numbers, equal within a group. share: of a unit
+    that one episode has; a pair is one of two.
+    """
     match denominator:
         case "tokens":
-            return [1 / (share * sum(units)) for _ in candidates]
+            total = share * sum(counts)
+            return [1 / total for _ in counts]
         case "episodes":
-            return [1 / (len(candidates) * unit) for unit in units]
+            return [1 / (len(counts) * count) for count in counts]
         case "groups":
-            return [1 / (len(total) * share * total[group]) for group in groups]
-        case _:
-            assert denominator == "none", denominator
-            return [1.0 for _ in candidates]
+            units_of: Counter[int] = Counter()
+            for group, count in zip(groups, counts, strict=True):
+                units_of[group] += count
+            return [1 / (len(units_of) * share * units_of[group]) for group in groups]
+        case "none":
+            return [1.0 for _ in counts]
 
 
 def episode_advantages(group: EpisodeGroup, algorithm: AlgorithmConfig) -> FloatArray:
@@ -135,7 +141,12 @@ def episode_advantages(group: EpisodeGroup, algorithm: AlgorithmConfig) -> Float
 
     Raises RewardNotFiniteError: see `group_advantages`.
     """
-    return group_advantages([_reward(e, algorithm) for e in _members(group)], algorithm.advantage)
+    return group_advantages(counted_rewards(group, algorithm), algorithm.advantage)
+
+
+def counted_rewards(group: EpisodeGroup, algorithm: AlgorithmConfig) -> list[float]:
+    """The reward that each episode's advantage is made of, by member: its own, or 0 for a truncated one under "penalize"."""
+    return [_reward(e, algorithm) for e in _members(group)]
 
 
 def has_signal(group: EpisodeGroup, algorithm: AlgorithmConfig) -> bool:
@@ -163,6 +174,15 @@ def trained_members(group: EpisodeGroup, algorithm: AlgorithmConfig) -> frozense
         for each, advantage in zip(own, advantages, strict=True)
         if _is_trainable(each, algorithm) and (advantage != 0.0 or not is_pruned)
     )
+
+
+def trained_turns(group: EpisodeGroup, algorithm: AlgorithmConfig) -> tuple[tuple[bool, ...], ...]:
+    """Which turns train, of each episode of the group by member: what was sampled in exactly these are the entries of the group in its batch.
+
+    Raises RewardNotFiniteError: see `group_advantages`.
+    """
+    trained = trained_members(group, algorithm) if _trains(group, algorithm) else frozenset()
+    return tuple(tuple(e.member in trained and turn.temperature > 0 for turn in e.turns) for e in _members(group))
 
 
 def trainable_turns(episode: Episode) -> list[Turn]:

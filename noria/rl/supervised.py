@@ -7,17 +7,14 @@ entry is its example's weight, which is what the cross-entropy loss multiplies b
 """
 
 from collections.abc import Sequence
-from typing import Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
+from noria.rl.credit import unit_weights
 from noria.rl.tree import Row, tree_of
 from noria.seeds import derive_seed
-from noria.text.examples import Example
-from noria.types import TokenTree
-
-Denominator: TypeAlias = Literal["tokens", "episodes", "groups", "none"]
+from noria.types import Denominator, Example, TokenTree
 
 
 def batch_indices(step: int, *, num_examples: int, batch_size: int, seed: int) -> list[int]:
@@ -43,20 +40,9 @@ def example_tree(examples: Sequence[Example], denominator: Denominator) -> Token
     spread evenly over its trained tokens, all together 1; "none" 1. advantage_M is the example's own weight. Temperature 1, behavior_logprobs 0.
     """
     counts = [int(example.is_trained_T.sum()) for example in examples]
-    rows = [
-        _row(index, example, _token_weight(count, counts, denominator)) for index, (example, count) in enumerate(zip(examples, counts, strict=True))
-    ]
+    weights = unit_weights(counts, range(len(examples)), denominator)
+    rows = [_row(index, example, weight) for index, (example, weight) in enumerate(zip(examples, weights, strict=True))]
     return tree_of(rows, num_episodes=len(examples))
-
-
-def _token_weight(num_tokens: int, counts: Sequence[int], denominator: Denominator) -> float:
-    match denominator:
-        case "tokens":
-            return 1 / sum(counts)
-        case "episodes" | "groups":
-            return 1 / (len(counts) * num_tokens)
-        case "none":
-            return 1.0
 
 
 def _row(index: int, example: Example, weight: float) -> Row:

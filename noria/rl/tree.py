@@ -12,6 +12,7 @@ Shape letters: T position, M entry, N node, Q sequence = row (one path of one tr
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from statistics import fmean
 
 import numpy as np
 
@@ -368,7 +369,7 @@ def _mean_parts(episodes: Sequence[Episode]) -> dict[str, float]:
     for episode in episodes:
         for name, part in episode.reward_parts:
             values.setdefault(name, []).append(part)
-    return {name: sum(parts) / len(parts) for name, parts in sorted(values.items())}
+    return {name: fmean(parts) for name, parts in sorted(values.items())}
 
 
 def _array(values: Sequence[float], dtype: type[np.generic]) -> np.ndarray:

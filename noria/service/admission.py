@@ -43,6 +43,8 @@ class Admission:
         """What a restart found. leases: admitted groups, to be played anew. without_signal: admission numbers, see `read_without_signal`."""
         self._recovered.extend(leases)
         self._without_signal.update(without_signal)
+        if self._algorithm.zero_signal == "resample":
+            self._end_after_row(max(map(self._length_of_row, self._without_signal), default=0))
 
     async def run(self) -> None:
         """Admit groups and start to play them, for ever. Raises RunFailedError if no task is left."""
@@ -74,7 +76,7 @@ class Admission:
     async def _next_lease(self) -> Lease | None:
         """A lease to play now: one that a restart recovered, or a new one if the run needs another group and has a place for it."""
         state = self._state
-        if state.is_supervised:
+        if state.is_supervised or state.exhausted:
             return None
         if self._recovered:
             return self._recovered.popleft()
@@ -113,8 +115,12 @@ class Admission:
             self._failures_in_a_row = 0
             self._without_signal.add(lease.admission)
         self._state.settled((lease.group_id,))
+        self._end_after_row(self._length_of_row(lease.admission))
+
+    def _end_after_row(self, length: int) -> None:
+        """The run should end early if so many groups in a row, in the order of admission, were too many without signal."""
         limit = self._algorithm.max_batches_without_signal * self._algorithm.groups_per_batch
-        if self._length_of_row(lease.admission) >= limit:
+        if length >= limit:
             self._state.exhausted = f"stopped early: {limit} groups in a row had nothing to train: equal rewards, or episodes cut by max_tokens"
 
     def _length_of_row(self, admission: int) -> int:

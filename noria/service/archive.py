@@ -1,6 +1,7 @@
 """A state folder read without a server, beside one that may be at work: its runs, their versions, the episodes of their groups.
 
-Deliberately not here: what is shown of them (report/), and anything that writes.
+Nothing is written, with one exception: the tables and columns that a database of an older release lacks are added when it is opened. Deliberately not
+here: what is shown of them (report/).
 """
 
 import asyncio
@@ -88,9 +89,16 @@ class Archive:
 
 @contextmanager
 def open_archive(state_dir: Path) -> Iterator[Archive]:
-    """The folder's archive; tables and columns of newer releases are made. Raises StateConflictError if it holds no state, or something else."""
+    """The folder's archive; tables and columns that a database of an older release lacks are made.
+
+    Raises StateConflictError if it holds no state, or something else.
+    """
     path = state_dir / DATABASE
-    if not path.is_file():
+    try:
+        is_state = path.is_file()
+    except (OSError, ValueError) as error:  # no permission, too long a name, a NUL
+        raise StateConflictError(f"cannot read {str(state_dir)[:200]}: {error}; name a state folder with --state-dir") from error
+    if not is_state:
         raise StateConflictError(f"{state_dir} is no state folder: it has no {DATABASE}; name one with --state-dir")
     engine = open_database(path)
     try:

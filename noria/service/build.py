@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import final
 
 import jax
@@ -25,12 +26,11 @@ from noria.adapters.versions import VersionFiles
 from noria.buffer.database import open_database
 from noria.buffer.sqlite import SqliteBuffer
 from noria.clock import RealClock
-from noria.config import LearnerConfig, RunConfig, ServerConfig, cache_dir
+from noria.config import RunConfig, ServerConfig, cache_dir
 from noria.envs.builtin import BUILTIN
-from noria.errors import ConfigError, StateConflictError
+from noria.errors import ConfigError, StateConflictError, StorageError
 from noria.learner.learner import Learner
-from noria.model.export import start_from
-from noria.model.lora import ROOM_SETTINGS, AdapterState, fresh_state, initial_state, resident_tops, trained_tops
+from noria.model.lora import ROOM_SETTINGS, AdapterState, resident_tops, trained_tops
 from noria.model.placement import base_dtype, place
 from noria.model.weights import LoadedBase, load_base
 from noria.observe import SpanRecorder, log_event
@@ -38,17 +38,18 @@ from noria.protocols import EnvironmentFactory
 from noria.rl.packing import microbatch_shape
 from noria.sampler.engine import SamplerEngine
 from noria.sampler.runner import Shapes
-from noria.seeds import derive_seed
 from noria.service import store
 from noria.service.device import SharedDevice
+from noria.service.first_version import first_state
 from noria.service.folder import ADAPTERS, DATABASE, PAGES, exclusive, record_server
 from noria.service.loop import Circle
 from noria.service.progress import RunProgress
 from noria.service.publish import PROBE_TOKENS, Publisher
 from noria.service.runs import ActiveRun
 from noria.service.stages import Stages, TenantWeights
-from noria.service.supervised import load_examples
-from noria.text.examples import Example
+from noria.service.supervised import NO_EXAMPLES, load_examples
+from noria.storage import storing
+from noria.text.examples import ExampleFile
 
 log = logging.getLogger(__name__)
 
@@ -91,13 +92,13 @@ class Server:
 
         A run that is refused leaves nothing behind, and one that existed stays as it was.
         Raises ConfigError (the file, or a run too large for this server), EnvironmentFailedError, DeadlineExceededError (it hangs),
-        StateConflictError (it exists and `resume` is False, or exists with another configuration), DatasetError (the examples of its supervised
-        phase), AdapterFormatError (the adapter it starts from), and what `ActiveRun.start` raises.
+        StateConflictError (it exists and `resume` is False, or exists with another configuration or other examples), DatasetError (the examples of
+        its supervised phase), AdapterFormatError (the adapter it starts from), and what `ActiveRun.start` raises.
         """
-        newest = await self.stages.buffer.transaction(lambda connection: _newest_version(connection, config, resume))
+        newest, sha256 = await self.stages.buffer.transaction(lambda connection: _stored(connection, config, resume))
         rules, initial = await self.prepare(config, folder=folder, environment=environment, is_new=newest is None)
         is_supervised = (newest or 0) < config.num_supervised_steps
-        examples = await self.examples(config, folder=folder) if is_supervised else ()
+        examples = await self.examples(config, folder=folder, sha256=sha256) if is_supervised else NO_EXAMPLES
         run = ActiveRun(config, rules, self.stages, initial, examples)
         await self._circle.add(run)
         return run
@@ -114,12 +115,12 @@ class Server:
         rules = rules_of(config, config.name, factory, self.base.tokenizer)
         warm_start = config.adapter.warm_start
         start = folder / warm_start if is_new and warm_start is not None else None
-        return rules, await asyncio.to_thread(_first_state, config, self.base, self.config.learner, start)
+        return rules, await asyncio.to_thread(first_state, config, self.base, self.config.learner, start)
 
-    async def examples(self, config: RunConfig, *, folder: Path) -> tuple[Example, ...]:
-        """The examples of the run's supervised phase, none if it has no such phase. Raises DatasetError."""
+    async def examples(self, config: RunConfig, *, folder: Path, sha256: str | None = None) -> ExampleFile:
+        """The examples of the run's supervised phase, none if it has no such phase. Raises as `supervised.load_examples`."""
         base, shape = self.base, self.stages.shape
-        return await asyncio.to_thread(load_examples, config, base.tokenizer, base.chat, folder=folder, shape=shape)
+        return await asyncio.to_thread(load_examples, config, base.tokenizer, base.chat, folder=folder, shape=shape, sha256=sha256)
 
     async def finished(self) -> dict[str, BaseException]:
         """Wait until every run has ended; the runs that failed, each with its cause."""
@@ -139,7 +140,8 @@ class Server:
 async def open_server(config: ServerConfig) -> AsyncIterator[Server]:
     """A running server; leaving the block stops it in order, and what is committed stays.
 
-    Raises ModelFileMissingError, ModelFileCorruptError, ModelUnsupportedError, ConfigError; StateConflictError if another process uses the folder.
+    Raises ModelFileMissingError, ModelFileCorruptError, ModelUnsupportedError, ConfigError; StateConflictError if another process uses the folder,
+    StorageError if it cannot be written.
     """
     state_dir = Path(config.state_dir)
     with exclusive(state_dir):
@@ -225,31 +227,33 @@ def _check_fits(config: RunConfig, server: ServerConfig) -> None:
         )
 
 
-def _first_state(config: RunConfig, base: LoadedBase, sizes: LearnerConfig, warm_start: Path | None) -> AdapterState:
-    """The state of version 0. warm_start: a PEFT adapter folder to start from."""
-    seed, lora, width = derive_seed("adapter", config.seed, bits=63), config.lora, sizes.class_of(config.adapter.rank)
-    if warm_start is None:
-        return initial_state(base.config, lora, width, seed)
-    return fresh_state(start_from(warm_start, base.config, lora, width, seed, base=base.params))
-
-
-def _newest_version(connection: Connection, config: RunConfig, resume: bool) -> int | None:
-    """The run's newest committed version, None for a new run. Raises StateConflictError: see `add_run`."""
+def _stored(connection: Connection, config: RunConfig, resume: bool) -> tuple[int | None, str | None]:
+    """The run's newest committed version and the SHA-256 of its examples; None and None for a new run. Raises StateConflictError: see `add_run`."""
     row = store.find_run(connection, config.name)
     if row is None:
-        return None
+        return None, None
     if not resume:
-        raise StateConflictError(f"run {config.name} exists already in this state folder: pass --resume to go on with it, or another --state-dir")
+        raise StateConflictError(
+            f"run {config.name} exists already in this state folder: resume it (--resume, or resume=True), or choose another name or folder "
+            "(--state-dir, or folder=...)"
+        )
     if row.config != config:
         changed = [name for name in RunConfig.model_fields if getattr(row.config, name) != getattr(config, name)]
         raise StateConflictError(f"run {config.name} was started with other settings ({', '.join(changed)} differ); resume it with the same run file")
-    return store.versions(connection, config.name)[-1].record.version
+    return store.versions(connection, config.name)[-1].record.version, row.examples_sha256
 
 
 def _use_compilation_cache() -> None:
-    """Keep compiled programs between processes."""
+    """Keep compiled programs between processes, where their folder can be written; else log a warning and go on without."""
     folder = cache_dir() / "xla"
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        with storing(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            with TemporaryFile(dir=folder):
+                pass
+    except StorageError as error:
+        log_event(log, logging.WARNING, "no compilation cache: every start compiles anew; set NORIA_CACHE_DIR to a writable folder", error=str(error))
+        return
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

@@ -1,8 +1,8 @@
 """One run's held-out evaluations, beside its training.
 
-Due are version 0, the last version of a supervised phase, every multiple of `evaluation.every`, and the last step. A due version is evaluated exactly
-once, whatever happens in between: what is due and has no result in the store is pending, its files are kept, and a restart publishes and evaluates it
-before it goes on.
+Due are version 0, the last version of a supervised phase, every multiple of `evaluation.every`, and the last step; of a run that ends early, the
+version that it ends with. A due version is evaluated exactly once, whatever happens in between: what is due and has no result in the store is
+pending, its files are kept, and a restart publishes and evaluates it before it goes on.
 
 At most one evaluation of a run is under way, since each keeps a version in a slot of the sampler that the run's newest one cannot have. The next due
 version waits for it, and training waits with that version, since a version can only be evaluated if it is pinned before a newer one is published:
@@ -62,12 +62,15 @@ class Evaluations:
         due = {0, config.num_supervised_steps, steps, *(range(every, steps, every) if every else ())} if self._held_out else set()
         return sorted(version for version in due if version <= newest and version not in self._rows)
 
-    async def begin(self, version: int) -> None:
+    async def begin(self, version: int, *, is_last: bool = False) -> None:
         """Evaluate the newest published version beside what follows, if it is pending; waits for the evaluation before it.
 
-        Nothing if it is under way already. Raises UnknownVersionError, DeadlineExceededError, StageStoppedError.
+        is_last: no version will follow, so this one is due whatever its number. Nothing if it is under way already.
+
+        Raises UnknownVersionError, DeadlineExceededError, StageStoppedError.
         """
-        if version == self._pinned or version not in self.pending(version):
+        is_due = bool(self._held_out) and version not in self._rows if is_last else version in self.pending(version)
+        if version == self._pinned or not is_due:
             return
         await self.finish()
         self._pinned = version  # from here on `release` undoes the pin, even if the wait for it is cancelled
@@ -91,7 +94,9 @@ class Evaluations:
     async def _evaluate(self, version: int) -> None:
         run_id, stages, how = self._config.name, self._stages, self._config.evaluation
         try:
-            result = await stages.pool.evaluate(self._rules, self._held_out, version=version, samples=how.samples, temperature=how.temperature)
+            result = await stages.pool.evaluate(
+                self._rules, self._held_out, version=version, samples=how.samples, temperature=how.temperature, solved_at=how.solved_at
+            )
             row = store.EvaluationRow(version, result.accuracy, result.mean_reward, len(self._held_out), result.num_failed, result.pass_at)
             now_s = stages.clock.wall()
             await stages.buffer.transaction(lambda connection: store.add_evaluation(connection, run_id, row, now_s))

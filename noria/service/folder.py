@@ -10,6 +10,7 @@ from pathlib import Path
 
 from noria.config import ServerConfig
 from noria.errors import StateConflictError
+from noria.storage import storing
 
 DATABASE = "noria.sqlite"
 """Runs, versions, evaluations, groups (service/store.py, buffer/tables.py)."""
@@ -37,22 +38,25 @@ LOCK = "lock"
 def exclusive(folder: Path) -> Iterator[None]:
     """Hold the folder, which is created if there is none: two servers on one folder would name two contents with one version.
 
-    Raises StateConflictError if another process holds it.
+    Raises StateConflictError if another process holds it, StorageError if it cannot be written.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / LOCK).open("w") as file:
+    with storing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        opened = (folder / LOCK).open("w")
+    with opened as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            raise StateConflictError(f"another process is using {folder}: stop it, or choose another --state-dir") from error
+            raise StateConflictError(f"another process is using {folder}: stop it, or choose another folder (--state-dir, or folder=...)") from error
         yield
 
 
 def record_server(folder: Path, config: ServerConfig) -> None:
-    """Leave the configuration of the server that now uses the folder, instead of its predecessor's."""
+    """Leave the configuration of the server that now uses the folder, instead of its predecessor's. Raises StorageError."""
     aside = folder / f"{SERVER}.part"
-    aside.write_text(config.model_dump_json(indent=1), encoding="utf-8")
-    os.replace(aside, folder / SERVER)
+    with storing(folder / SERVER):
+        aside.write_text(config.model_dump_json(indent=1), encoding="utf-8")
+        os.replace(aside, folder / SERVER)
 
 
 def recorded_server(folder: Path) -> ServerConfig | None:
@@ -66,21 +70,24 @@ def recorded_server(folder: Path) -> ServerConfig | None:
 def clear(folder: Path, run_ids: Collection[str]) -> None:
     """Forget these runs, so that they can start anew: remove the database, logs, reports and their adapters, and nothing else.
 
-    Raises StateConflictError if the folder is in use, is a file, or its database cannot be read or holds other runs too.
+    Raises StateConflictError if the folder is in use, is a file, or its database cannot be read or holds other runs too; StorageError.
     """
-    if folder.exists() and not folder.is_dir():
-        raise StateConflictError(f"{folder} is a file; choose another --state-dir")
     database = folder / DATABASE
-    if not database.exists():
+    with storing(folder):
+        is_file, is_new = folder.exists() and not folder.is_dir(), not database.exists()
+    if is_file:
+        raise StateConflictError(f"{folder} is a file; choose another --state-dir")
+    if is_new:
         return
     with exclusive(folder):
         others = sorted(_runs_of(database) - set(run_ids))
         if others:
             raise StateConflictError(f"{folder} holds other runs too ({', '.join(others)}) and is not cleared; choose another --state-dir")
-        for run_id in run_ids:
-            shutil.rmtree(folder / ADAPTERS / run_id, ignore_errors=True)
-        for name in (f"{DATABASE}-wal", f"{DATABASE}-shm", f"{DATABASE}-journal", LOG, SERVER, *REPORTS, DATABASE):
-            (folder / name).unlink(missing_ok=True)
+        with storing(folder):
+            for run_id in run_ids:
+                shutil.rmtree(folder / ADAPTERS / run_id, ignore_errors=True)
+            for name in (f"{DATABASE}-wal", f"{DATABASE}-shm", f"{DATABASE}-journal", LOG, SERVER, *REPORTS, DATABASE):
+                (folder / name).unlink(missing_ok=True)
 
 
 def _runs_of(database: Path) -> set[str]:

@@ -108,8 +108,9 @@ def retake(state_dir: Path, name: str, version: int, *, server: ServerConfig | N
 
     server: None for the settings of the folder's newest server. folder: where the run file lies, for the examples of a supervised phase.
 
-    Raises StateConflictError (no such run; its episodes were not kept), UnknownVersionError (no such version; the files of the one before it are
-    gone), ConfigError (no server settings), AdapterFileCorruptError, DatasetError, and what loading the base raises.
+    Raises StateConflictError (no such run; its episodes were not kept; the file of its examples is another than it was started with),
+    UnknownVersionError (no such version; the files of the one before it are gone), ConfigError (no server settings), AdapterFileCorruptError,
+    DatasetError, and what loading the base raises.
     """
     with open_archive(state_dir) as archive:
         config, row = archive.run(name).config, archive.version(name, str(version))
@@ -139,7 +140,8 @@ def _recorded(
 ) -> _Recorded:
     version, shape, algorithm = row.record.version, microbatch_shape(server.learner.max_positions), config.algorithm
     if version <= config.num_supervised_steps:
-        examples = load_examples(config, base.tokenizer, base.chat, folder=folder, shape=shape)
+        recorded = archive.run(config.name).examples_sha256
+        examples = load_examples(config, base.tokenizer, base.chat, folder=folder, shape=shape, sha256=recorded).examples
         supervised = prepare_examples(examples, config, version, shape)
         planned = supervised.planned, config.supervised_optimizer
         return _Recorded(row, before, supervised.num_examples, SUPERVISED_LOSS, lambda _: planned)

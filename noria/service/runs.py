@@ -32,10 +32,11 @@ from noria.service.admission import Admission, read_newest_trained, read_without
 from noria.service.evaluations import Evaluations
 from noria.service.progress import RunProgress, RunState
 from noria.service.stages import Stages
+from noria.service.supervised import NO_EXAMPLES
 from noria.service.tasks import RunTasks
 from noria.service.training import Training
 from noria.service.versions import Versions
-from noria.text.examples import Example
+from noria.text.examples import ExampleFile
 from noria.types import AdapterVersion
 
 log = logging.getLogger(__name__)
@@ -45,16 +46,16 @@ log = logging.getLogger(__name__)
 class ActiveRun:
     """Owner of one run's life on the event loop. `start` brings it up from the store, `finished` waits for its end, `stop` lets go."""
 
-    def __init__(self, config: RunConfig, rules: EpisodeRules, stages: Stages, initial: AdapterState, examples: Sequence[Example] = ()) -> None:
+    def __init__(self, config: RunConfig, rules: EpisodeRules, stages: Stages, initial: AdapterState, examples: ExampleFile = NO_EXAMPLES) -> None:
         """initial: the state of version 0, used unless the store has a newer one. examples: of the supervised phase, if it is not over."""
         self.config = config
-        self._rules, self._stages, self._initial = rules, stages, initial
+        self._rules, self._stages, self._initial, self._examples = rules, stages, initial, examples
         self._tasks = RunTasks(self._fail)
         self._state = RunState(config, rules, stages, self._tasks)
         self._evaluations = Evaluations(config, rules, stages, self._tasks.spawn)
         self._versions = Versions(self._state, self._evaluations)
         self._admission = Admission(self._state)
-        self._training = Training(self._state, self._admission, self._versions, self._evaluations, examples)
+        self._training = Training(self._state, self._admission, self._versions, self._evaluations, examples.examples)
         self.progress.evaluations = self._evaluations.accuracy
         self._ending: asyncio.Task[None] | None = None
         self._done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -114,7 +115,7 @@ class ActiveRun:
     async def _create(self) -> None:
         """Claim room in learner and sampler and prove version 0 there; only then is anything stored."""
         await self._load(self._initial)
-        await self._versions.create(self._initial, self._register)
+        await self._versions.create(self._initial, self._register, examples_sha256=self._examples.sha256 or None)
 
     async def _resume(self, rows: Sequence[store.VersionRow]) -> None:
         """Bring the newest committed version up, and before it, in their order, the older ones whose evaluation a death or a stop cut short."""

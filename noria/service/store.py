@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from pydantic import ValidationError
 from sqlalchemy import BigInteger, Column, Connection, Engine, Float, Integer, Row, String, Table, func, insert, inspect, select, update
 from sqlalchemy.schema import CreateColumn
 
@@ -29,6 +30,7 @@ RUNS = Table(
     Column("status", String, nullable=False),
     Column("message", String, nullable=False, default="", doc="why it failed, or finished early"),
     Column("created_at_s", Float, nullable=False, doc="Unix seconds"),
+    Column("examples_sha256", String, doc="of the file of its supervised phase; null if it has none, and in rows of older releases"),
 )
 
 VERSIONS = Table(
@@ -59,12 +61,13 @@ EVALUATIONS = Table(
 
 @dataclass(frozen=True, slots=True)
 class RunRow:
-    """A run as stored."""
+    """A run as stored. examples_sha256: of the file of its supervised phase; None if it has none, and in rows of older releases."""
 
     run_id: str
     config: RunConfig
     status: str
     message: str
+    examples_sha256: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,29 +98,47 @@ def best_evaluation(rows: Iterable[EvaluationRow]) -> EvaluationRow | None:
 
 def create_tables(database: Engine) -> None:
     """Make the tables that are missing, and add the columns that a database of an older release lacks; what is there stays as it is."""
+    with database.connect().execution_options(sqlite_begin="DEFERRED") as connection:
+        if not any(_missing_columns(connection, table) for table in METADATA.sorted_tables):
+            return  # nothing is written, so that whoever only reads holds no writer up
     quote = database.dialect.identifier_preparer.quote
     with database.begin() as connection:
         METADATA.create_all(connection)
         for table in METADATA.sorted_tables:
-            known = {column["name"] for column in inspect(connection).get_columns(table.name)}
-            for column in (column for column in table.columns if column.name not in known):
+            for column in _missing_columns(connection, table):
                 assert column.nullable, f"{table.name}.{column.name} came later: old rows have no value for it"
                 connection.exec_driver_sql(f"ALTER TABLE {quote(table.name)} ADD COLUMN {CreateColumn(column).compile(database)}")
 
 
-def create_run(connection: Connection, config: RunConfig, now_s: float) -> None:
-    """Record a new run. Raises StateConflictError if the name is taken."""
+def _missing_columns(connection: Connection, table: Table) -> list[Column[Any]]:
+    """The columns that the database lacks: all of them if it lacks the table."""
+    found = inspect(connection)
+    known = {column["name"] for column in found.get_columns(table.name)} if found.has_table(table.name) else set()
+    return [column for column in table.columns if column.name not in known]
+
+
+def create_run(connection: Connection, config: RunConfig, now_s: float, *, examples_sha256: str | None = None) -> None:
+    """Record a new run. examples_sha256: of the file of its supervised phase, if it has one. Raises StateConflictError if the name is taken."""
     if find_run(connection, config.name) is not None:
         raise StateConflictError(f"run {config.name} exists already in this state folder: resume it, or choose another name or folder")
-    connection.execute(insert(RUNS).values(run_id=config.name, config=config.model_dump_json(), status=RUNNING, message="", created_at_s=now_s))
+    row = {"run_id": config.name, "config": config.model_dump_json(), "status": RUNNING, "message": "", "created_at_s": now_s}
+    connection.execute(insert(RUNS).values(**row, examples_sha256=examples_sha256))
 
 
 def find_run(connection: Connection, run_id: str) -> RunRow | None:
-    """The run, or None."""
+    """The run, or None. Raises StateConflictError if another version of noria, with other settings, wrote it."""
     row = connection.execute(select(RUNS).where(RUNS.c.run_id == run_id)).one_or_none()
     if row is None:
         return None
-    return RunRow(row.run_id, RunConfig.model_validate_json(row.config), row.status, row.message)
+    try:
+        config = RunConfig.model_validate_json(row.config)
+    except ValidationError as error:
+        keys = ", ".join(".".join(map(str, item["loc"])) or item["msg"] for item in error.errors())
+        raise StateConflictError(
+            f"run {run_id} was written by another version of noria, and its settings cannot be read by this one ({keys}): use that version, or "
+            "another state folder"
+        ) from error
+    return RunRow(row.run_id, config, row.status, row.message, row.examples_sha256)
 
 
 def set_status(connection: Connection, run_id: str, status: str, message: str = "") -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from noria.config import RunConfig
-from noria.errors import DatasetError
+from noria.errors import DatasetError, StateConflictError
 from noria.learner.batches import BatchPlanner, PlannedBatch
 from noria.learner.operations import StepResult
 from noria.observe import log_event
@@ -19,12 +19,15 @@ from noria.protocols import Tokenizer
 from noria.rl.packing import MicrobatchShape
 from noria.rl.supervised import batch_indices, example_tree
 from noria.text.chat import ChatFormat
-from noria.text.examples import Example, read_examples
-from noria.types import LossSpec, Piece
+from noria.text.examples import ExampleFile, read_examples
+from noria.types import Example, LossSpec, Piece
 
 log = logging.getLogger(__name__)
 
 SUPERVISED_LOSS: Final = LossSpec(kind="cross_entropy")
+
+NO_EXAMPLES: Final = ExampleFile(())
+"""Of a run without a supervised phase, or whose phase is over."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,19 +45,29 @@ class SupervisedBatch:
         return self.planned.parts
 
 
-def load_examples(config: RunConfig, tokenizer: Tokenizer, chat: ChatFormat | None, *, folder: Path, shape: MicrobatchShape) -> tuple[Example, ...]:
+def load_examples(
+    config: RunConfig, tokenizer: Tokenizer, chat: ChatFormat | None, *, folder: Path, shape: MicrobatchShape, sha256: str | None = None
+) -> ExampleFile:
     """The examples of the run's supervised phase, none if it has no such phase. folder: where the run file's relative paths start.
 
-    Raises DatasetError: see `text.examples.read_examples`.
+    sha256: of the file that the run was created with; None for a new run, and for one of a release that did not record it.
+
+    Raises DatasetError (see `text.examples.read_examples`), StateConflictError if it is another file than the run was created with: its versions
+    would be made of other examples, without a word.
     """
     if config.supervised is None:
-        return ()
+        return NO_EXAMPLES
     path = folder / config.supervised.file
     read = read_examples(path, tokenizer, chat, max_positions=shape.num_positions, too_long=config.supervised.too_long)
+    if sha256 not in (None, read.sha256):
+        raise StateConflictError(
+            f"{path} is not the file that run {config.name} was started with (SHA-256 {read.sha256[:12]}..., it was {sha256[:12]}...): put that file "
+            "back, or train a run of another name from the start"
+        )
     counts = {"examples": len(read.examples), "skipped": read.num_skipped, "truncated": read.num_truncated}
     level = logging.WARNING if read.num_skipped or read.num_truncated else logging.INFO
     log_event(log, level, "examples read", run_id=config.name, file=str(path), **counts)
-    return read.examples
+    return read
 
 
 def prepare_examples(examples: Sequence[Example], config: RunConfig, version: int, shape: MicrobatchShape) -> SupervisedBatch:

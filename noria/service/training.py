@@ -24,8 +24,7 @@ from noria.service.evaluations import Evaluations
 from noria.service.progress import RunState
 from noria.service.supervised import SUPERVISED_LOSS, prepare_examples, supervised_metrics
 from noria.service.versions import Versions
-from noria.text.examples import Example
-from noria.types import DropReason, EpisodeGroup, LossSpec, OptimizerSpec
+from noria.types import DropReason, EpisodeGroup, Example, LossSpec, OptimizerSpec
 
 
 @final
@@ -39,11 +38,20 @@ class Training:
         self._batches_without_signal = 0
 
     def recover(self, groups_without_signal: int) -> None:
-        """What a restart found: how many groups had none since the newest step; what that step's batch had of them is less than a batch."""
-        self._batches_without_signal = groups_without_signal // self._config.algorithm.groups_per_batch
+        """What a restart found: how many groups had none since the newest step; what that step's batch had of them is less than a batch.
+
+        If the run was about to end early, it still is. (Under "resample" that is for `Admission.recover` to say: no batch is ever without signal.)
+        """
+        algorithm = self._config.algorithm
+        self._batches_without_signal = groups_without_signal // algorithm.groups_per_batch
+        if self._batches_without_signal >= algorithm.max_batches_without_signal and algorithm.zero_signal != "resample":
+            self._state.exhausted = f"stopped early: {self._batches_without_signal} batches in a row had nothing to train"
 
     async def run(self) -> None:
-        """Train until the last version, or until there is nothing to learn from; then wait for the last evaluation. Raises what fails the run."""
+        """Train until the last version, or until there is nothing to learn from; the version that is then the newest is evaluated in any case.
+
+        Raises what fails the run.
+        """
         progress = self._state.progress
         await self._evaluations.begin(progress.version)
         while progress.version < self._config.num_steps:
@@ -51,6 +59,7 @@ class Training:
             if not goes_on:
                 break
             await self._evaluations.begin(progress.version)
+        await self._evaluations.begin(progress.version, is_last=True)
         await self._evaluations.finish()
 
     # ---- the supervised phase ---------------------------------------------------------------------------------------------------------

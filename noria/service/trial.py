@@ -18,6 +18,7 @@ import numpy as np
 from noria.actors.evaluation import held_out_tasks
 from noria.actors.group import EpisodeFailure, GroupOutcome
 from noria.actors.rules import EpisodeRules
+from noria.buffer.cursor import task_at
 from noria.config import AlgorithmConfig, RunConfig, ServerConfig
 from noria.errors import RunFailedError
 from noria.learner.operations import RunSpec, StepResult
@@ -25,14 +26,13 @@ from noria.model.config import ModelConfig
 from noria.model.lora import AdapterState, checksum, host_shapes, resident_tops
 from noria.model.placement import base_dtype
 from noria.protocols import EnvironmentFactory, Lease, Tokenizer
-from noria.rl.credit import episode_advantages
+from noria.rl.credit import counted_rewards, episode_advantages
 from noria.rl.packing import ENTRY_CHUNK
 from noria.sampler.pages import PAGE
 from noria.service.batch import Batch, Scored, ask, draft, prepare
 from noria.service.build import Server
 from noria.service.supervised import prepare_examples
-from noria.text.examples import Example
-from noria.types import AdapterVersion, EpisodeGroup, Task
+from noria.types import AdapterVersion, EpisodeGroup, Example
 
 PATIENCE_S = 1800.0
 """For anything that may compile: a deep model on two cores takes minutes."""
@@ -100,7 +100,7 @@ async def try_run(server: Server, config: RunConfig, *, folder: Path, environmen
     """
     stages = server.stages
     rules, initial = await server.prepare(config, folder=folder, environment=environment)
-    examples = await server.examples(config, folder=folder)
+    examples = (await server.examples(config, folder=folder)).examples
     stages.weights.join(config)
     spec = RunSpec(config.name, config.lora, config.optimizer, config.algorithm.loss_spec, config.weight)
     await asyncio.wrap_future(stages.learner.load_run(spec, initial))
@@ -129,7 +129,7 @@ async def try_run(server: Server, config: RunConfig, *, folder: Path, environmen
 
 async def _play(server: Server, config: RunConfig, rules: EpisodeRules, number: int) -> GroupOutcome:
     stages, actors = server.stages, config.actors
-    task = Task(number % rules.environment.num_tasks, config.seed)
+    task = task_at(number, num_tasks=rules.environment.num_tasks, seed=config.seed)
     lease = Lease(f"{config.name}/check-{number}", config.name, task, number, 0, stages.clock.wall() + PATIENCE_S)
     return await stages.pool.play_group(rules, lease, group_size=config.algorithm.group_size, episode_tries=actors.episode_tries)
 
@@ -235,9 +235,7 @@ def memory_bytes(model: ModelConfig, server: ServerConfig) -> dict[str, int]:
 def _notes(config: RunConfig, environment: EnvironmentFactory, group: EpisodeGroup, batch: Batch) -> list[str]:
     statistics, notes = batch.statistics, []
     if statistics.num_groups_without_signal:
-        reward = group.episodes[0].reward
-        equal = f"all {len(group.episodes)} episodes have the reward {reward:g}"
-        notes.append(f"{equal}: this group teaches nothing; an easier task, or a graded reward, has signal sooner")
+        notes.append(f"{_equality(group, config.algorithm)}: this group teaches nothing; an easier task, or a graded reward, has signal sooner")
     if statistics.num_truncated:
         what = {"mask": "do not train", "penalize": "count as reward 0", "keep": "train as they are"}[config.algorithm.truncated]
         notes.append(
@@ -250,3 +248,16 @@ def _notes(config: RunConfig, environment: EnvironmentFactory, group: EpisodeGro
     if group.num_failed:
         notes.append(f"{group.num_failed} of {config.algorithm.group_size} episodes failed, see below")
     return notes
+
+
+def _equality(group: EpisodeGroup, algorithm: AlgorithmConfig) -> str:
+    """Why the group has no signal."""
+    count, counted = len(group.episodes), counted_rewards(group, algorithm)
+    if count == 1:
+        return "one episode has none to be compared with"
+    if len(set(counted)) > 1:
+        return f"the rewards of its {count} episodes differ by less than 32-bit advantages tell apart"
+    if any(e.reward != counted[0] for e in group.episodes):
+        cut = sum(e.truncated for e in group.episodes)
+        return f'all {count} episodes count as reward {counted[0]:g}, {cut} of them since they were cut (algorithm.truncated = "penalize")'
+    return f"all {count} episodes have the reward {counted[0]:g}"

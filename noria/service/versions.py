@@ -29,11 +29,14 @@ class Versions:
     def __init__(self, state: RunState, evaluations: Evaluations) -> None:
         self._state, self._stages, self._evaluations = state, state.stages, evaluations
 
-    async def create(self, initial: AdapterState, register: Callable[[Connection], None]) -> None:
-        """Prove version 0 in the sampler; only then is anything stored. register: what else the first transaction does."""
+    async def create(self, initial: AdapterState, register: Callable[[Connection], None], *, examples_sha256: str | None = None) -> None:
+        """Prove version 0 in the sampler; only then is anything stored. register: what else the first transaction does.
+
+        examples_sha256: of the file of the run's supervised phase, if it has one.
+        """
         unwritten = AdapterVersion(self._state.run_id, 0, checksum(initial.params), moments_checksum=0, path="")
         await self.publish(unwritten, initial)
-        await self._state.tasks.durably(self._commit_first(initial, register))
+        await self._state.tasks.durably(self._commit_first(initial, register, examples_sha256))
 
     async def add(self, adapter: AdapterState, metrics: Mapping[str, float], settle: Settle | None = None, *, settled: Sequence[str] = ()) -> None:
         """Commit and publish what an optimizer step made. settle: what else its transaction does; settled: ids of the groups that it settles.
@@ -68,12 +71,12 @@ class Versions:
     async def _write(self, version: int, adapter: AdapterState) -> AdapterVersion:
         return await asyncio.to_thread(self._stages.files.write, self._state.run_id, version, adapter, self._state.config.adapter.rank)
 
-    async def _commit_first(self, initial: AdapterState, register: Callable[[Connection], None]) -> None:
+    async def _commit_first(self, initial: AdapterState, register: Callable[[Connection], None], examples_sha256: str | None) -> None:
         record = await self._write(0, initial)
 
         def commit(connection: Connection) -> None:
             now_s = self._stages.clock.wall()
-            store.create_run(connection, self._state.config, now_s)
+            store.create_run(connection, self._state.config, now_s, examples_sha256=examples_sha256)
             store.add_version(connection, record, {}, now_s)
             register(connection)
 

@@ -58,6 +58,8 @@ _EMPTY_THOUGHT: Final = re.compile(r"<think>\n*</think>\n{0,2}")
 """What Qwen3's template puts before a last message without reasoning, and not before the same message once others follow it."""
 
 _SENTINEL: Final = "\ue0c3noria\ue0c3"  # in the private use area: in no real chat
+_NEXT: Final = "\ue0c4noria\ue0c4"  # stands for what the message after it says
+_PROBE_TOOL: Final = ToolSpec("noria", "", {"type": "object", "properties": {}})
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,18 +117,19 @@ class ChatFormat:
         """
         text = self.render(messages, tools, add_generation_prompt=False)
         spans = [self._said(messages, tools, i, text) for i, message in enumerate(messages) if message.role == "assistant"]
-        ids, places = self._encode_cut(text, [place for span in spans for place in span])
+        ids, places = self._encode_cut(text, [place for start, stop, _ in spans for place in (start, stop)])
         is_trained = [False] * len(ids)
-        for first, last in zip(places[::2], places[1::2], strict=True):
-            end = next((i + 1 for i in range(last, len(ids)) if ids[i] in self.end_ids), last) if self.ends_turns else last
+        for first, last, (_, _, num_ending) in zip(places[::2], places[1::2], spans, strict=True):
+            end = next((i + 1 for i in range(last, min(last + num_ending, len(ids))) if ids[i] in self.end_ids), last)
             is_trained[first:end] = [True] * (end - first)
         return ids, tuple(is_trained)
 
     @cached_property
     def end_ids(self) -> Ids:
-        """Ids after which the assistant's turn is over: the tokenizer's, and the special token that the template writes there if it is another."""
-        is_special = bool(self._after_content) and self.tokenizer.decode(self._after_content) == ""
-        return tuple(dict.fromkeys(self.tokenizer.end_ids + (self._after_content if is_special else ())))
+        """Ids after which the assistant's turn is over: the tokenizer's, and the special tokens that the template writes there if they are others."""
+        written = (*self._after_content, *self._after_call)
+        special = tuple(i for i in written if self.tokenizer.decode((i,)) == "" and i not in self._marks)
+        return tuple(dict.fromkeys(self.tokenizer.end_ids + special))
 
     @property
     def ends_turns(self) -> bool:
@@ -135,13 +138,23 @@ class ChatFormat:
 
     @cached_property
     def _after_content(self) -> Ids:
-        """The first id after the content of an assistant's message, () if there is none."""
+        """The first id after the content of an assistant's message and white space, () if there is none."""
         probe = (Message("user", "1"), Message("assistant", _SENTINEL))
         try:
             text = self.render(probe, add_generation_prompt=False)
         except ChatTemplateError:  # it has more to say of what a chat is; that its turns end as texts do is the rule
             return self.tokenizer.end_ids[:1]
-        return self.encode(text.partition(_SENTINEL)[2])[:1]
+        return self.encode(text.partition(_SENTINEL)[2].lstrip())[:1]
+
+    @cached_property
+    def _after_call(self) -> Ids:
+        """The last id after an assistant's tool call but for white space, () if there is none: a template may end such a turn in another way."""
+        called = Message("assistant", "", (ToolCall(_PROBE_TOOL.name, {_SENTINEL: _SENTINEL}, "call00000"),))
+        try:
+            text = self.render((Message("user", "1"), called), (_PROBE_TOOL,), add_generation_prompt=False)
+            return self.encode(text.rpartition(_SENTINEL)[2].rstrip())[-1:]
+        except ChatTemplateError:  # it knows no calls, or has more to say of them
+            return ()
 
     def encode(self, text: str) -> Ids:
         """Ids of rendered text. Raises ChatTemplateError for a character that the vocabulary cannot spell."""
@@ -175,24 +188,69 @@ class ChatFormat:
                 marks[token_id] = text
         return marks
 
-    def _said(self, messages: Sequence[Message], tools: Sequence[ToolSpec], index: int, text: str) -> tuple[int, int]:
-        """Where in `text`, the render of the whole chat, the assistant's message begins, and where its content and calls end or are about to.
+    def _said(self, messages: Sequence[Message], tools: Sequence[ToolSpec], index: int, text: str) -> tuple[int, int, int]:
+        """Where in `text`, the render of the whole chat, the assistant's message begins, where its content and calls end, and among how many ids from
+        there on an end id is the one of its turn: 0 if it has none.
 
         It begins where the prompt for it ends. To find the end, and the start where a template renders that prompt in another way later, the message
-        is changed: what both renders share before and after it is not the assistant's.
+        is changed: what both renders share before and after it is not the assistant's. What ends the turn stands before the next message speaks.
+        Raises ChatTemplateError also if that cannot be told, since others repeat what this message says.
         """
-        message = messages[index]
+        before, message, after = messages[:index], messages[index], messages[index + 1 :]
         try:
-            prompt = self.render(messages[:index], tools, add_generation_prompt=True)
+            prompt = self.render(before, tools, add_generation_prompt=True)
         except ChatTemplateError:  # it refuses a chat without what follows
             prompt = ""
-        changed = replace(message, content=_SENTINEL, reasoning="")
-        if message.tool_calls:
-            calls = [*message.tool_calls[:-1], replace(message.tool_calls[-1], arguments={_SENTINEL: _SENTINEL})]
-            changed = replace(changed, tool_calls=tuple(calls))
-        other = self.render([*messages[:index], changed, *messages[index + 1 :]], tools, add_generation_prompt=False)
-        start = len(prompt) if prompt and text.startswith(prompt) else _num_shared(text, other)
-        return start, max(start, len(text) - _num_shared(text[::-1], other[::-1]))
+        changed = _changed(message, _SENTINEL)
+        other = self.render([*before, changed, *after], tools, add_generation_prompt=False)
+        start = len(prompt) if prompt and text.startswith(prompt) else _num_shared(text, self._unlike(before, after, tools) or other)
+        tail = other.rpartition(_SENTINEL)[2]
+        closing = self._closing(before, changed, tools) if message.tool_calls else ""
+        if not tail.startswith(closing):
+            closing = ""
+        num_after = _num_shared(text[::-1], other[::-1])
+        if not message.tool_calls and _SENTINEL in other and (other.count(_SENTINEL) > 1 or num_after < len(tail)):
+            raise ChatTemplateError(
+                f"the template of {self.name or 'the model'} repeats an assistant's words elsewhere: which of them train is not known"
+            )
+        stop = max(start, len(text) - min(num_after, len(tail) - len(closing)))
+        gap = self._gap([*before, changed], after, tools, other).removeprefix(closing)
+        ending = text[stop : stop + _num_shared(text[stop:], gap)]
+        is_ended = any(token_id in self.end_ids for token_id in self.encode(ending.lstrip())[:1])
+        return start, stop, 1 + len(self.encode(ending)) if is_ended else 0
+
+    def _unlike(self, before: Sequence[Message], after: Sequence[Message], tools: Sequence[ToolSpec]) -> str:
+        """The render of the chat with another message between `before` and `after`, one without calls; "" if the template refuses it. Results of
+        calls that are not there may be refused, and go then with the answer to them."""
+        next_question = next((i for i, message in enumerate(after) if message.role == "user"), len(after))
+        for rest in (after, after[next_question:]):
+            try:
+                return self.render([*before, Message("assistant", _SENTINEL), *rest], tools, add_generation_prompt=False)
+            except ChatTemplateError:
+                continue
+        return ""
+
+    def _closing(self, before: Sequence[Message], called: Message, tools: Sequence[ToolSpec]) -> str:
+        """What the template writes after the last argument of the last call and still belongs to it: all until an end id, or if there is none,
+        what it does not write after mere content."""
+        tails = []
+        for message in (called, Message("assistant", _SENTINEL)):
+            try:
+                tails.append(self.render([*before, message], tools, add_generation_prompt=False).rpartition(_SENTINEL)[2])
+            except ChatTemplateError:
+                return ""
+        ends = [place for end_id in self.end_ids if (place := tails[0].find(self.tokenizer.name_of(end_id))) >= 0]
+        return tails[0][: min(ends, default=len(tails[0]) - _num_shared(tails[0][::-1], tails[1][::-1]))]
+
+    def _gap(self, until: Sequence[Message], after: Sequence[Message], tools: Sequence[ToolSpec], text: str) -> str:
+        """What the template writes between the words of the last message `until` and those of the next one that it shows. text: their render."""
+        for place, message in enumerate(after):
+            spoken = [*until, *after[:place], _changed(message, _NEXT), *after[place + 1 :]]
+            other = self.render(spoken, tools, add_generation_prompt=False)
+            if other != text:
+                gap, next_words, _ = other.rpartition(_SENTINEL)[2].partition(_NEXT)
+                return gap if next_words else ""
+        return text.rpartition(_SENTINEL)[2]
 
     def _encode_cut(self, text: str, cuts: Sequence[int]) -> tuple[Ids, list[int]]:
         """Ids of the whole text, and for each of the ascending cuts the first id after it. An id that a cut falls into comes before the cut where a
@@ -295,8 +353,11 @@ class Conversation:
             return Continuation(None, self._chat.encode(self._plain_end() + text[len(self._said) :]))
         base = len(self._seen) if self._said.startswith(self._seen) else 0
         said, ids = self._chat.encode(self._said[base:]), self._chat.encode(text[base:])
-        ends = sum(token_id in self._chat.end_ids for token_id in said)
-        place = [i for i, token_id in enumerate(ids) if token_id in self._chat.end_ids][ends - 1]
+        end = next((i for i in range(len(said) - 1, -1, -1) if said[i] in self._chat.end_ids), None)
+        if end is None or self._chat.tokenizer.decode(said[end + 1 :]).strip():  # that end id is not this turn's, which has none
+            return Continuation(None, self._chat.encode(text[len(self._said) :]))
+        num_ends = sum(token_id in self._chat.end_ids for token_id in said)
+        place = [i for i, token_id in enumerate(ids) if token_id in self._chat.end_ids][num_ends - 1]
         first = place + 1 if self._is_ended else place
         if ids[: len(said)] == said:
             self._borders.append((len(self._said), self._num_ids + len(said) - first))
@@ -317,6 +378,14 @@ class Conversation:
 
     def _render(self, *, add_generation_prompt: bool) -> str:
         return self._chat.render(self._messages, self._tools, add_generation_prompt=add_generation_prompt)
+
+
+def _changed(message: Message, words: str) -> Message:
+    """The message with other words: of its content, or of its last call's arguments."""
+    if not message.tool_calls:
+        return replace(message, content=words, reasoning="")
+    calls = (*message.tool_calls[:-1], replace(message.tool_calls[-1], arguments={words: words}))
+    return replace(message, content=words, reasoning="", tool_calls=calls)
 
 
 def _call_fields(call: ToolCall) -> dict[str, Any]:

@@ -4,47 +4,41 @@
     {"prompt": "...", "completion": "...", "weight": 1.0}
 
 The first form goes through the base's chat template: what the assistants say and the token that ends their turn train. Messages and tools have the
-form of OpenAI's chat API. The second is plain text: the completion and the end-of-text token train. `tools` and `weight` may be left out. Blank lines
-are passed over. Deliberately not here: which examples make a batch (rl/supervised.py).
+form of OpenAI's chat API; a key that no template could show is refused. The second is plain text: the completion and the end-of-text token train.
+`tools` and `weight` may be left out or null. An example of weight 0 trains nothing, one of a negative weight is made less likely: what the loss is
+multiplied by (rl/supervised.py). Blank lines are passed over. Deliberately not here: which examples make a batch (rl/supervised.py).
 """
 
-import json
+import hashlib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, TypeVar, get_args
 
 import numpy as np
-import numpy.typing as npt
 
 from noria.errors import ChatTemplateError, DatasetError, InvalidRequestError
+from noria.plain_json import parse_json
 from noria.protocols import Tokenizer
 from noria.text.chat import ChatFormat
-from noria.types import Ids, IntArray, Message, Role, ToolCall, ToolSpec
+from noria.types import Example, Ids, Message, Role, ToolCall, ToolSpec
 
 T = TypeVar("T")
 
-BoolArray: TypeAlias = npt.NDArray[np.bool_]
 TooLong: TypeAlias = Literal["error", "skip", "truncate"]
 
-
-@dataclass(frozen=True, slots=True)
-class Example:
-    """One example. ids_T; is_trained_T: whether the id is a target, never of the first; at least one is. weight: finite, of each of its targets."""
-
-    ids_T: IntArray
-    is_trained_T: BoolArray
-    weight: float = 1.0
+_SMALLEST, _LARGEST = (float(bound) for bound in (np.finfo(np.float32).tiny, np.finfo(np.float32).max))
 
 
 @dataclass(frozen=True, slots=True)
 class ExampleFile:
-    """The examples of a file, at least one, in the order of its lines, and how many were too long and so skipped or truncated."""
+    """The examples of a file in the order of its lines, and how many were too long and so skipped or truncated. sha256: of the file, hexadecimal."""
 
     examples: tuple[Example, ...] = field(repr=False)
     num_skipped: int = 0
     num_truncated: int = 0
+    sha256: str = ""
 
 
 def read_examples(path: Path, tokenizer: Tokenizer, chat: ChatFormat | None, *, max_positions: int, too_long: TooLong) -> ExampleFile:
@@ -59,7 +53,8 @@ def read_examples(path: Path, tokenizer: Tokenizer, chat: ChatFormat | None, *, 
     assert max_positions >= 1
     examples: list[Example] = []
     num_skipped = num_truncated = 0
-    for number, line in enumerate(_lines(path), 1):
+    content = _content(path)
+    for number, line in enumerate(_lines(content, path), 1):
         if not line.strip():
             continue
         try:
@@ -74,14 +69,21 @@ def read_examples(path: Path, tokenizer: Tokenizer, chat: ChatFormat | None, *, 
         examples.append(fitted)
     if not examples:
         raise DatasetError(f"{path} holds no example" + (f" of at most {max_positions} positions; {num_skipped} are longer" if num_skipped else ""))
-    return ExampleFile(tuple(examples), num_skipped, num_truncated)
+    if not any(example.weight for example in examples):
+        raise DatasetError(f"{path}: all {len(examples)} examples have the weight 0; nothing would train")
+    return ExampleFile(tuple(examples), num_skipped, num_truncated, hashlib.sha256(content).hexdigest())
 
 
-def _lines(path: Path) -> list[str]:
+def _content(path: Path) -> bytes:
     try:
-        return path.read_text(encoding="utf-8").split("\n")  # and not splitlines: JSON strings may hold U+2028
+        return path.read_bytes()
     except OSError as error:
         raise DatasetError(f"cannot read {path}: {error.strerror or error}") from error
+
+
+def _lines(content: bytes, path: Path) -> list[str]:
+    try:
+        return content.decode("utf-8-sig").split("\n")  # and not splitlines: JSON strings may hold U+2028
     except UnicodeDecodeError as error:
         raise DatasetError(f"{path} is not UTF-8: {error}") from error
 
@@ -102,7 +104,8 @@ def _fitted(example: Example, max_positions: int, too_long: TooLong) -> Example 
 
 def _example(line: str, tokenizer: Tokenizer, chat: ChatFormat | None) -> Example:
     """The example of one line. Raises ValueError (JSON's too), ChatTemplateError, InvalidRequestError."""
-    data = _typed(_parsed(line), dict, "the line", "an object")
+    data = _typed(parse_json(line), dict, "the line", "an object")
+    data = {key: value for key, value in data.items() if value is not None or key not in ("tools", "weight")}
     if "messages" in data:
         _only_keys(data, "messages", "tools", "weight")
         ids, is_trained = _chat_ids(data, chat)
@@ -113,17 +116,16 @@ def _example(line: str, tokenizer: Tokenizer, chat: ChatFormat | None) -> Exampl
         raise ValueError("nothing precedes the first trained token: give the example a prompt")
     if not any(is_trained):
         raise ValueError("nothing of the example would train: it needs a completion, or a message of the assistant")
-    weight = data.get("weight", 1.0)
-    if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight):
-        raise ValueError(f"weight must be a finite number (got {weight!r})")
-    return Example(np.array(ids, np.int32), np.array(is_trained, np.bool_), float(weight))
+    return Example(np.array(ids, np.int32), np.array(is_trained, np.bool_), _weight(data.get("weight", 1.0)))
 
 
-def _parsed(line: str) -> Any:
-    try:
-        return json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"not JSON: {error.msg} at column {error.colno}") from error
+def _weight(value: Any) -> float:
+    """A number that is finite, and not 0 unless it says so, as the learner's float32."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise ValueError(f"weight must be a finite number (got {_short(value)})")
+    if abs(value) > _LARGEST or 0 < abs(value) < _SMALLEST:
+        raise ValueError(f"weight must be 0 or between {_SMALLEST:.3g} and {_LARGEST:.3g}, either sign, for 32-bit training (got {_short(value)})")
+    return float(value)
 
 
 def _plain_ids(prompt: str, completion: str, tokenizer: Tokenizer) -> tuple[Ids, tuple[bool, ...]]:
@@ -145,15 +147,32 @@ def _chat_ids(data: Mapping[str, Any], chat: ChatFormat | None) -> tuple[Ids, tu
     tools = _each(data.get("tools", []), _tool, "tools")
     if not messages:
         raise ValueError("messages is empty")
+    _check_names(data["messages"], messages)
     return chat.encode_example(messages, tools)
 
 
+def _check_names(data: Sequence[Mapping[str, Any]], messages: Sequence[Message]) -> None:
+    """A message's name can only say once more which tool it is from. Raises ValueError for any other: no template would show it."""
+    called = {call.call_id: call.name for message in messages for call in message.tool_calls if call.call_id}
+    for number, (fields, message) in enumerate(zip(data, messages, strict=True)):
+        name = fields.get("name")
+        if name is not None and (message.role != "tool" or called.get(message.call_id) != name):
+            raise ValueError(
+                f"messages[{number}]: name {_short(name)} would be lost: only a tool's message may have one, that of the call of its tool_call_id"
+            )
+
+
 def _message(data: Mapping[str, Any]) -> Message:
+    """A key that is null is left out: tables of messages have them."""
+    data = {key: value for key, value in data.items() if value is not None}
     _only_keys(data, "role", "content", "tool_calls", "tool_call_id", "reasoning_content", "name")
     role: Any = data.get("role")
     if role not in get_args(Role):
         raise ValueError(f"role must be one of {', '.join(get_args(Role))} (got {_short(role)})")
-    calls = data.get("tool_calls") or []
+    for key, owner in {"tool_calls": "assistant", "reasoning_content": "assistant", "tool_call_id": "tool"}.items():
+        if data.get(key) and role != owner:
+            raise ValueError(f"{key} is for messages of role {owner} (got it of {role})")
+    calls = data.get("tool_calls", [])
     content = data.get("content")
     return Message(
         role=role,
@@ -165,17 +184,30 @@ def _message(data: Mapping[str, Any]) -> Message:
 
 
 def _tool_call(data: Mapping[str, Any]) -> ToolCall:
-    function = _typed(data.get("function", data), dict, "function", "an object")
+    function = _function(data, "id", known=("name", "arguments"))
     arguments = function.get("arguments", {})
     if isinstance(arguments, str):  # as OpenAI's API has them
-        arguments = _parsed(arguments)
+        arguments = parse_json(arguments)
     return ToolCall(_text(function, "name"), _typed(arguments, dict, "arguments", "an object"), _typed(data.get("id", ""), str, "id", "a text"))
 
 
 def _tool(data: Mapping[str, Any]) -> ToolSpec:
-    function = _typed(data.get("function", data), dict, "function", "an object")
+    function = _function(data, known=("name", "description", "parameters"))
     description = _typed(function.get("description", ""), str, "description", "a text")
     return ToolSpec(_text(function, "name"), description, _typed(function.get("parameters", {}), dict, "parameters", "an object"))
+
+
+def _function(data: Mapping[str, Any], *beside: str, known: Sequence[str]) -> Mapping[str, Any]:
+    """The function of a tool or call, as OpenAI's API has it or without the frame around it. Raises ValueError for keys that would be lost."""
+    if data.get("type", "function") != "function":
+        raise ValueError(f"type must be 'function' (got {_short(data['type'])})")
+    if "function" not in data:
+        _only_keys(data, "type", *beside, *known)
+        return data
+    _only_keys(data, "type", "function", *beside)
+    function = _typed(data["function"], dict, "function", "an object")
+    _only_keys(function, *known)
+    return function
 
 
 def _each(values: Any, make: Callable[[Mapping[str, Any]], T], name: str) -> tuple[T, ...]:

@@ -1,18 +1,16 @@
 """Chat templates as programs that nobody trusts: jinja2's immutable sandbox with the names that transformers offers, and bounds on what they use.
 
-A template ends: every turn of a loop, call of a macro and test of a filtered loop is counted (they are marked in the syntax tree), text and numbers
-that it builds have a largest size, and so has its output. Times are those of `TODAY`, so that a prompt is the same every day.
-Deliberately not here: what a chat is (`text/chat.py`). The bounds stop broken templates; memory is not measured.
+A template ends: every turn of a loop, call of a macro or block and test of a filtered loop is counted (they are marked in the syntax tree), text
+and numbers that it builds have a largest size (`text/bounds.py`), and so has its output. Times are those of `TODAY`: a prompt is the same every day.
+Deliberately not here: what a chat is (`text/chat.py`). The bounds stop broken templates; memory and time are not measured.
 """
 
-import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import date
 from typing import Any, Final, NoReturn, final
 
 import jinja2
 from jinja2 import nodes
-from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -20,18 +18,28 @@ from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 
 from noria.errors import ChatTemplateError
+from noria.text.bounds import (
+    HIDDEN,
+    MAX_CHARS,
+    BoundedFormatter,
+    bounded_filters,
+    check_method,
+    check_operator,
+    join,
+    require,
+    written,
+)
 
 TODAY: Final = date(2024, 7, 26)
 """What `strftime_now` formats: the date that Llama 3.1's template falls back to."""
 
-MAX_CHARS: Final = 2**24
-"""Of one render, and of any text that it builds: a thousand times a long chat."""
-
 MAX_TURNS: Final = 10**5
 """Turns of loops and calls of macros in one render: a hundred for each message of a very long chat."""
 
-_MAX_BITS: Final = 2**14  # of a product or power
-_FAILURES: Final = (jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, MemoryError, RuntimeError, TypeError, ValueError)
+_FAILURES: Final = (
+    *(jinja2.TemplateError, ArithmeticError, AssertionError, AttributeError, LookupError),
+    *(MemoryError, RuntimeError, SyntaxError, TypeError, ValueError),
+)
 
 
 @final
@@ -60,7 +68,7 @@ class Template:
             size = 0
             for part in self._template.generate(variables, noria_turn=turns.count):
                 size += len(part)
-                _require(size <= MAX_CHARS, f"writes more than {MAX_CHARS} characters")
+                require(size <= MAX_CHARS, f"writes more than {MAX_CHARS} characters")
                 parts.append(part)
         except _FAILURES as error:
             raise ChatTemplateError(f"the chat template of {self._name} failed: {_tell(error)}") from error
@@ -77,27 +85,25 @@ class _Turns:
     def count(self) -> bool:
         """True, so that it can stand in a condition."""
         self._count += 1
-        _require(self._count <= MAX_TURNS, f"takes more than {MAX_TURNS} turns")
+        require(self._count <= MAX_TURNS, f"takes more than {MAX_TURNS} turns")
         return True
 
 
-def _bounded_join(*parts: Any) -> str:
-    return _bounded_join_all([str(part) for part in parts])
+def _join_all(parts: Any) -> str:
+    return join("", parts)
 
 
-def _bounded_join_all(parts: Any) -> str:
-    texts = list(parts)
-    _require(sum(map(len, texts)) <= MAX_CHARS, f"builds a text of more than {MAX_CHARS} characters")
-    return "".join(texts)
+def _concatenate(*parts: Any) -> str:
+    return join("", parts)
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    intercepted_binops = frozenset(("*", "**", "+"))
-    concat = staticmethod(_bounded_join_all)
+    intercepted_binops = frozenset(("*", "**", "+", "%"))
+    concat = staticmethod(_join_all)
 
     def __init__(self) -> None:
-        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation])
-        self.filters["tojson"] = _tojson
+        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation], finalize=written)
+        self.filters = bounded_filters(self.filters)
         self.globals = {
             "range": self.globals["range"],
             "dict": lambda *args, **fields: dict(*args, **fields),
@@ -106,19 +112,38 @@ class _Environment(ImmutableSandboxedEnvironment):
             "cycler": self.globals["cycler"],
             "raise_exception": _refuse,
             "strftime_now": TODAY.strftime,
-            "noria_join": _bounded_join,
+            "noria_join": _concatenate,
         }
 
     def _generate(self, source: nodes.Template, name: str | None, filename: str | None, defer_init: bool = False) -> str:
         return super()._generate(_Bounds().visit(source), name, filename, defer_init)
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        _require(_size_bits(operator, left, right) <= _limit_bits(left, right), f"computes too large a value with {operator!r}")
+        check_operator(operator, left, right)
         return super().call_binop(context, operator, left, right)
 
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        is_hidden = attr in HIDDEN and isinstance(obj, str | int)
+        return not is_hidden and super().is_safe_attribute(obj, attr, value)
+
+    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
+        formatted = super().wrap_str_format(value)
+        if formatted is None:
+            return None
+
+        def bounded(*args: Any, **kwargs: Any) -> str:
+            fields = args[0] if value.__name__ == "format_map" and args else kwargs
+            BoundedFormatter(self).vformat(value.__self__, args, fields)
+            return formatted(*args, **kwargs)
+
+        return bounded
+
     def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:
-        is_sized = any(isinstance(value, int) and abs(value) > MAX_CHARS for value in (*args, *kwargs.values()))
-        _require(not is_sized or not isinstance(getattr(__obj, "__self__", None), str), "asks for too long a text")
+        owner = getattr(__obj, "__self__", None)
+        if isinstance(owner, str | int):
+            if __obj.__name__ == "join" and args:
+                args = (list(args[0]), *args[1:])  # which may be read once only
+            check_method(owner, __obj.__name__, *args, **kwargs)
         return super().call(__context, __obj, *args, **kwargs)
 
 
@@ -161,6 +186,11 @@ class _Bounds(NodeTransformer):
         node.body.insert(0, nodes.ExprStmt(_call("noria_turn"), lineno=node.lineno))
         return node
 
+    def visit_Block(self, node: nodes.Block) -> nodes.Node:
+        self.generic_visit(node)
+        node.body.insert(0, nodes.ExprStmt(_call("noria_turn"), lineno=node.lineno))
+        return node
+
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
         self.generic_visit(node)
         return _call("noria_join", *node.nodes)
@@ -170,41 +200,12 @@ def _call(name: str, *args: nodes.Expr) -> nodes.Call:
     return nodes.Call(nodes.Name(name, "load"), list(args), [], None, None)
 
 
-def _size_bits(operator: str, left: Any, right: Any) -> int:
-    """Upper bound of the result's size: bits of a number, elements of a text or list; 0 where it cannot be large."""
-    sizes = [len(value) for value in (left, right) if isinstance(value, str | list | tuple)]
-    ints = [value for value in (left, right) if isinstance(value, int)]
-    if operator == "+":
-        return sum(sizes)
-    if operator == "*" and sizes and ints:
-        return sizes[0] * ints[0]
-    if len(ints) == 2:
-        return ints[0].bit_length() * max(ints[1], 1) if operator == "**" else ints[0].bit_length() + ints[1].bit_length()
-    return 0
-
-
-def _limit_bits(left: Any, right: Any) -> int:
-    return MAX_CHARS if isinstance(left, str | list | tuple) or isinstance(right, str | list | tuple) else _MAX_BITS
-
-
-def _tojson(
-    value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: tuple[str, str] | None = None, sort_keys: bool = False
-) -> str:
-    """As transformers': no escapes for HTML."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
 def _refuse(message: object) -> NoReturn:
     raise jinja2.TemplateError(str(message))
 
 
-def _require(condition: bool, problem: str) -> None:
-    if not condition:
-        raise SecurityError(f"it {problem}")
-
-
 def _require_public(name: object) -> None:
-    _require(not str(name).startswith("_"), f"stores {name!r} in a namespace")
+    require(not str(name).startswith("_"), f"stores {name!r} in a namespace")
 
 
 def _tell(error: BaseException) -> str:

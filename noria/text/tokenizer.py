@@ -33,7 +33,7 @@ class ByteTokenizer:
         self._splitter = re.compile("(" + "|".join(map(re.escape, self.SPECIAL)) + ")")
 
     def encode(self, text: str) -> Ids:
-        """Bytes of `text`, special tokens where they are written out; adds none."""
+        """Bytes of `text`, special tokens where they are written out; adds none. A lone surrogate is U+FFFD."""
         ids: list[int] = []
         for part in self._splitter.split(_well_formed(text)):
             special = self.SPECIAL.get(part)
@@ -100,7 +100,7 @@ class FastTokenizer:
         """Ids of `text`, special tokens where they are written out; adds none.
 
         Raises InvalidRequestError for a character that the vocabulary cannot spell: in SmolLM the control characters U+0004, 6, 13, 14, 16 and 1D,
-        and the unassigned planes 4 to 11 (lead bytes F1 and F2).
+        and the unassigned planes 4 to 11 (lead bytes F1 and F2). A lone surrogate is no character: it is read as U+FFFD.
         """
         text = _well_formed(text)
         if _has_any(text, self._missing_bytes):
@@ -300,6 +300,8 @@ def _well_formed(text: str) -> str:
 
 
 def _only_id(text: str, ids: Ids) -> int:
+    if not text:
+        raise ConfigError("'' is no text; a stop text must be exactly one token")
     if len(ids) != 1:
         raise ConfigError(f"{text!r} is {len(ids)} tokens ({', '.join(map(str, ids))}); a stop text must be exactly one token")
     return ids[0]

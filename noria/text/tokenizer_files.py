@@ -4,7 +4,6 @@ Never a guess: what a file does not say, or says in a way that noria does not im
 Deliberately not here: weights and configurations (`model/`), and what the tokenizers do (`text/tokenizer.py`).
 """
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -12,6 +11,7 @@ from typing import Any, Final
 from tokenizers import Tokenizer as Engine
 
 from noria.errors import ChatTemplateError, ModelFileCorruptError, ModelFileMissingError, ModelUnsupportedError
+from noria.plain_json import parse_json
 from noria.protocols import Tokenizer
 from noria.text.chat import ChatFormat
 from noria.text.tokenizer import WORD_SPLITS, FastTokenizer, SpecialTokens, byte_level_bpe, missing_bytes, sentencepiece_bpe, spelling
@@ -238,8 +238,8 @@ def _read_optional(path: Path) -> dict[str, Any]:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        value = json.loads(_read_text(path))
-    except (ValueError, RecursionError) as error:
+        value = parse_json(_read_text(path))
+    except ValueError as error:
         raise ModelFileCorruptError(f"cannot read {path}: {error}; download it again") from error
     if not isinstance(value, dict):
         raise ModelFileCorruptError(f"{path} is {type(value).__name__}, expected an object")

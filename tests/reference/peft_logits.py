@@ -46,13 +46,15 @@ def load(folder: Path) -> PreTrainedModel:
 
 
 def read_all(model: PreTrainedModel, paths: list[Path]) -> None:
-    adapted = PeftModel.from_pretrained(model, paths[0], adapter_name=paths[0].name)
+    """One model for all, with one adapter at a time beside the first: PEFT goes through all it holds at every turn."""
+    adapted = PeftModel.from_pretrained(model, paths[0], adapter_name="first")
     for path in paths:
         found = adapted.load_adapter(path, adapter_name=path.name)
         if found.missing_keys or found.unexpected_keys:
             sys.exit(f"{path}: missing {found.missing_keys}, unexpected {found.unexpected_keys}")
         adapted.set_adapter(path.name)
         write(adapted, path, path.name)
+        adapted.delete_adapter(path.name)
 
 
 def make(model: PreTrainedModel, path: Path) -> None:
