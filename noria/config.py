@@ -15,6 +15,7 @@ from typing import Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from noria.errors import ConfigError
+from noria.plain_json import storable
 from noria.types import Denominator, LoraSpec, LossSpec, OptimizerSpec, Schedule
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
@@ -24,9 +25,6 @@ BUILTIN_BASES = ("smollm2-135m", "tiny")
 
 MAX_SHOWN = 300
 """Letters of a wrong value that an error shows."""
-
-MAX_SETTING_DEPTH = 32
-"""Tables and lists within one another in an environment's settings."""
 
 
 class _Config(BaseModel):
@@ -57,7 +55,7 @@ class EnvironmentConfig(_Config):
     @field_validator("settings")
     @classmethod
     def _what_a_file_can_say(cls, value: dict[str, Any]) -> dict[str, Any]:
-        return {key: _storable(item, key) for key, item in value.items()}
+        return {key: storable(item, key) for key, item in value.items()}
 
 
 _POLICY_LOSSES = ("grpo", "ppo", "cispo", "dro", "gspo", "importance_sampling", "ppo_critic")
@@ -104,9 +102,7 @@ class AlgorithmConfig(_Config):
         None, ge=0, description="cap of the truncated importance weight exp(learner - behavior); 0 = off; by default 2 of grpo, else off"
     )
     sequence_mask_c: float | None = Field(
-        None,
-        ge=0,
-        description="mask sequences whose geometric mean ratio leaves [1/c, c]; 0 = off, else at least 1; by default 1.2 of grpo, else off",
+        None, ge=0, description="mask sequences whose geometric mean ratio leaves [1/c, c]; 0 = off, else 1 or more; by default 1.2 of grpo, else off"
     )
     icepop_low: float = Field(0.0, ge=0, description="mask tokens whose ratio exp(learner - behavior) is below; 0.5 in the IcePop paper")
     icepop_high: float = Field(0.0, ge=0, description="mask tokens whose ratio is above; 5 in the IcePop paper; 0 = both bounds are off")
@@ -409,25 +405,6 @@ class ServerConfig(_Config):
                 "an episode of that length could be sampled and never trained; raise max_positions or learner.path_positions, or lower max_context"
             )
         return self
-
-
-def _storable(value: Any, where: str, depth: int = 0) -> Any:
-    """A setting as the state folder gives it back: JSON's types, tuples as lists. Raises ValueError for anything else."""
-    if depth > MAX_SETTING_DEPTH:
-        raise ValueError(f"{where[:80]} is nested more than {MAX_SETTING_DEPTH} deep")
-    if value is None or isinstance(value, bool):
-        return value
-    if isinstance(value, int) and -(2**63) <= value < 2**63:
-        return int(value)
-    if isinstance(value, float) and math.isfinite(value):
-        return float(value)
-    if isinstance(value, str) and not any("\ud800" <= letter <= "\udfff" for letter in value):
-        return str(value)
-    if isinstance(value, list | tuple):
-        return [_storable(item, f"{where}[{number}]", depth + 1) for number, item in enumerate(value)]
-    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
-        return {_storable(key, where): _storable(item, f"{where}.{key}", depth + 1) for key, item in value.items()}
-    raise ValueError(f"{where} must be text, a finite number of at most 64 bits, true or false, or a list or table of these (got {value!r:.80})")
 
 
 def load_toml(path: Path, model: type[ModelT]) -> ModelT:

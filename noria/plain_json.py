@@ -41,3 +41,26 @@ def _integer(digits: str) -> int:
     if len(digits) >= _MAX_DIGITS and (len(digits) > _MAX_DIGITS + 1 or math.isinf(float(digits))):
         raise ValueError(f"a whole number of {len(digits.lstrip('-'))} digits, beyond the largest float")
     return int(digits)
+
+
+MAX_STORED_DEPTH = 32
+"""Tables and lists within one another in what a user's file may set."""
+
+
+def storable(value: Any, where: str, depth: int = 0) -> Any:
+    """A setting as the state folder gives it back: JSON's types, tuples as lists. Raises ValueError for anything else."""
+    if depth > MAX_STORED_DEPTH:
+        raise ValueError(f"{where[:80]} is nested more than {MAX_STORED_DEPTH} deep")
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, int) and -(2**63) <= value < 2**63:
+        return int(value)
+    if isinstance(value, float) and math.isfinite(value):
+        return float(value)
+    if isinstance(value, str) and not any("\ud800" <= letter <= "\udfff" for letter in value):
+        return str(value)
+    if isinstance(value, list | tuple):
+        return [storable(item, f"{where}[{number}]", depth + 1) for number, item in enumerate(value)]
+    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
+        return {storable(key, where): storable(item, f"{where}.{key}", depth + 1) for key, item in value.items()}
+    raise ValueError(f"{where} must be text, a finite number of at most 64 bits, true or false, or a list or table of these (got {value!r:.80})")

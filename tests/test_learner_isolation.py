@@ -95,37 +95,6 @@ def test_idle_slots_are_untouched_by_a_neighbours_step():
     assert same_bytes(state_of(learner, "idle"), before)
 
 
-def pending(learner, run_id):
-    """All of a run: parameters, moments, step count, and the gradient that has been accumulated so far."""
-    gradient = learner.pending_gradient(run_id)
-    state = state_of(learner, run_id)
-    return state, gradient.result(0)
-
-
-def test_a_step_of_one_run_takes_nothing_of_anothers_pending_step():
-    """Case F93: backward(B), backward(A), step(A). B's parameters, moments and pending gradient keep their bits, and B's own step has those it has
-    alone."""
-    mine, other = pieces_of(random_groups(3, num_groups=1), 128), pieces_of(random_groups(4, num_groups=9, prompt=60), 128)
-    learner = make_learner(128)
-    load(learner, "stepping", 1)
-    load(learner, "pending", 2)
-    step_of_a, step_of_b = learner.train("stepping", mine), learner.train("pending", other)
-    while not step_of_a.done():
-        before = pending(learner, "pending")
-        learner.step()
-    assert not step_of_b.done()
-    assert any(np.any(leaf) for leaf in jax.tree.leaves(before[1])), "B must be amid its own step"
-    assert same_bytes(pending(learner, "pending"), before)
-    assert not any(np.any(leaf) for leaf in jax.tree.leaves(pending(learner, "stepping")[1])), "what was applied is gone"
-    drain(learner)
-    alone = make_learner(128)
-    load(alone, "pending", 2)
-    expected = alone.train("pending", other)
-    drain(alone)
-    assert same_bytes(step_of_b.result(0).state, expected.result(0).state)
-    assert step_of_b.result(0).grad_norm == expected.result(0).grad_norm, "the norm that clips is B's own"
-
-
 def test_a_neighbours_nan_stays_its_own():
     """The NaN run's step is refused and leaves its adapter; the other run's bytes are those it has alone."""
     learner = make_learner(512)
