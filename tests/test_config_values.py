@@ -11,9 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from noria.buffer.database import open_database
-from noria.config import BUILTIN_BASES, MAX_SETTING_DEPTH, RunConfig, ServerConfig, load_toml, parse
+from noria.config import BUILTIN_BASES, RunConfig, ServerConfig, load_toml, parse
 from noria.errors import ConfigError
 from noria.model import weights
+from noria.plain_json import MAX_STORED_DEPTH
 from noria.service import store
 
 RUN = {"name": "a", "base": "tiny", "environment": {"name": "addition"}, "algorithm": {"steps": 3}}
@@ -99,7 +100,7 @@ def deep(depth):
 
 
 @pytest.mark.parametrize(
-    "value", [datetime.date(2026, 1, 1), object(), b"x", {1: 2}, "\ud800", {"\udfff": 1}, 2**63, deep(MAX_SETTING_DEPTH + 1), deep(20_000)]
+    "value", [datetime.date(2026, 1, 1), object(), b"x", {1: 2}, "\ud800", {"\udfff": 1}, 2**63, deep(MAX_STORED_DEPTH + 1), deep(20_000)]
 )
 def test_a_setting_that_no_state_folder_keeps_is_refused(value):
     with pytest.raises(ConfigError, match=r"environment\.settings.*scale"):
