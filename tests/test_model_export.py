@@ -12,7 +12,7 @@ from learner_builders import drain, make_learner, same_bytes, spec, tiny
 from safetensors.numpy import load_file, save_file
 
 from noria.adapters.versions import VersionFiles
-from noria.errors import AdapterFileCorruptError, AdapterFormatError, ConfigError, NoriaError, StateConflictError
+from noria.errors import AdapterFileCorruptError, AdapterFormatError, ConfigError, NoriaError, StateConflictError, StorageError
 from noria.learner.optimizer import read_slot
 from noria.model.export import read_peft, start_from, write_peft
 from noria.model.lora import HEAD, MODULES, fresh_state, initial_adapter, misfit, resize_rank, trained_modules
@@ -319,7 +319,7 @@ def test_a_write_that_fails_leaves_nothing(tmp_path, monkeypatch):
         raise OSError("no space left on device")
 
     monkeypatch.setattr("noria.model.export.save_file", no_space)
-    with pytest.raises(OSError, match="no space"):
+    with pytest.raises(StorageError, match="no space"):
         exported(tmp_path / "x")
     assert list(tmp_path.iterdir()) == []
 
