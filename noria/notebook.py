@@ -224,22 +224,25 @@ def _in_thread(work: Coroutine[Any, Any, T]) -> T:
     thread = threading.Thread(target=runner.run, name="noria-train", daemon=True)
     thread.start()
     try:
-        while thread.is_alive():
-            thread.join(POLL_S)
+        while not runner.finished.wait(POLL_S):  # and not `join`: interrupted, it takes a running thread for ended (Python 3.11)
+            continue
     except KeyboardInterrupt:
         runner.cancel()
-        thread.join()
+        runner.finished.wait()
         raise
+    finally:
+        thread.join()
     return runner.result()
 
 
 @final
 class _Runner(Generic[T]):
-    """A coroutine in a thread. `run`: that thread; `cancel` and `result`: the one that waits."""
+    """A coroutine in a thread. `run`: that thread; `cancel` and `result`: the one that waits. finished: set once `run` has its outcome."""
 
     def __init__(self, work: Coroutine[Any, Any, T]) -> None:
         self._work = work
         self._ready = threading.Event()
+        self.finished = threading.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._task: asyncio.Task[T] | None = None
         self._result: list[T] = []
@@ -253,6 +256,7 @@ class _Runner(Generic[T]):
             self._error = error
         finally:
             self._ready.set()
+            self.finished.set()
 
     async def _main(self) -> T:
         self._loop, self._task = asyncio.get_running_loop(), asyncio.ensure_future(self._work)
