@@ -343,6 +343,7 @@ class LearnerConfig(_Config):
 
     max_positions: int = Field(1024, ge=128, multiple_of=64, description="largest microbatch axis T")
     path_positions: int = Field(0, ge=0, multiple_of=64, description="longest path of the replay executor; 0 = none, longer episodes are refused")
+    is_path_on_host: bool = Field(False, description="keep a path's keys, values and their gradient in host memory while other work has the device")
     num_slots: int = Field(8, ge=1, description="runs resident at once in each rank class; idle ones beyond it wait in host memory, or on disk")
     rank_classes: tuple[int, ...] = Field(
         (8, 32),
@@ -353,6 +354,12 @@ class LearnerConfig(_Config):
     has_unembed: bool = Field(False, description="compile room for adapters on the unembedding into every program")
     has_values: bool = Field(False, description="compile room for value heads into every program; for losses with a critic")
     max_quantum_s: float = Field(10.0, gt=0, description="longest that one run's batch goes first while other runs wait")
+    memory_mib: int = Field(
+        0,
+        ge=0,
+        description="MiB that base, adapters and the largest pass may take, by estimate: microbatches are as long as it allows, and what fits in "
+        "none is walked; 0 = what the device has",
+    )
     host_mib: int = Field(4096, ge=0, description="MiB of host memory for runs that hold no slot; beyond it they wait on disk")
 
     @field_validator("rank_classes")

@@ -87,3 +87,10 @@ def drain(learner):
 
 def same_bytes(a, b):
     return all(np.asarray(x).tobytes() == np.asarray(y).tobytes() for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
+
+
+def assert_close(got, want, tolerance=1e-5):
+    """Every leaf, by its norm; none is zero."""
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert np.linalg.norm(b) > 0
+        assert np.linalg.norm(a - b) <= tolerance * np.linalg.norm(b)

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 from jax import monitoring
-from learner_builders import ALGORITHM, drain, make_learner, nonzero_state, pieces_of, random_groups, same_bytes, spec, state_of
+from learner_builders import ALGORITHM, assert_close, drain, make_learner, nonzero_state, pieces_of, random_groups, same_bytes, spec, state_of
 
 from noria.errors import AdapterFileCorruptError, InvalidRequestError, StageStoppedError, TreeTooLargeError
 from noria.learner.batches import BatchPlanner
@@ -54,12 +54,6 @@ def outcome(batch, loss, *, settings=None, neighbour=False, operation="forward_b
     gradient = learner.pending_gradient("mine")
     drain(learner)
     return future.result(0), gradient.result(0)
-
-
-def assert_close(got, want, tolerance=1e-5):
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        assert np.linalg.norm(b) > 0
-        assert np.linalg.norm(a - b) <= tolerance * np.linalg.norm(b)
 
 
 def planned(name, cut_for):

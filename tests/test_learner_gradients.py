@@ -169,12 +169,12 @@ def test_the_gradient_at_what_a_tool_said_is_exactly_zero(kind):
     microbatch = pack(plan_microbatch([ReadyRun("run", SLOT, (piece,), 0)], shapes_up_to(128), 128))
     config, base = tiny()
     arrays, slots = to_device(microbatch), load_slot(empty_state(config, 3, 8), SLOT, nonzero_state(0, spec("run")))
-    outputs, _ = score(base.stacked, slots.params, jnp.zeros(3).at[SLOT].set(2.0), arrays, config)
-    cotangent_M, _ = loss_cotangents(outputs, loss_inputs(microbatch), loss_table({SLOT: LossSpec(kind=kind, sequence_mask_c=0.0)}, 3))
+    outputs, _ = score(Model(base.stacked, slots.params, jnp.zeros(3).at[SLOT].set(2.0)), arrays, config)
+    (cotangent_M, *_), _ = loss_cotangents(outputs, loss_inputs(microbatch), loss_table({SLOT: LossSpec(kind=kind, sequence_mask_c=0.0)}, 3))
 
     def loss(logits_TV):
-        log_p_MV = jax.nn.log_softmax(logits_TV[arrays.predict_from_M] / arrays.temperature_M[:, None])
-        return (cotangent_M * log_p_MV[jnp.arange(len(cotangent_M)), arrays.target_M]).sum()
+        log_p_MV = jax.nn.log_softmax(logits_TV[arrays.entries.predict_from_M] / arrays.entries.temperature_M[:, None])
+        return (cotangent_M * log_p_MV[jnp.arange(len(cotangent_M)), arrays.entries.target_M]).sum()
 
     gradient_TV = np.asarray(jax.grad(loss)(jnp.asarray(np.random.default_rng(0).normal(size=(128, config.vocab_size)), jnp.float32)))
     rows = rows_of_flags(tree, sequences)

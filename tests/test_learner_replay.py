@@ -217,7 +217,7 @@ def pull_bytes(base_name, num_positions, num_blocks, num_slots=3, rank=8):
     sizes = {"base": base, "slots": slot_bytes(config, num_slots, rank)}
     if not num_blocks:
         outputs, residuals = jax.eval_shape(lambda *a: score(*a, config), model, arrays)
-        return packed_bytes(config, shape, **sizes), compiled_bytes(pull, model, arrays, residuals, TokenCotangents(*outputs), slots, config)
+        return packed_bytes(config, shape, **sizes), compiled_bytes(pull, model, arrays, residuals, TokenCotangents(*outputs), slots, config=config)
     half = jax.ShapeDtypeStruct((config.num_layers, num_blocks, config.num_kv_heads, TILE, config.head_dim), jnp.float32)
     path = Path(half, half, jax.ShapeDtypeStruct((num_blocks, TILE), bool), jax.ShapeDtypeStruct((), jnp.int32))
     outputs, residuals, _ = jax.eval_shape(lambda *a: score_chunk(*a, config), model, arrays, path)

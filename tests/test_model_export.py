@@ -422,8 +422,8 @@ def test_a_file_of_another_library_without_metadata_is_read(tmp_path):
 def test_an_adapter_that_starts_a_run_of_any_family_and_is_exported_untrained_has_the_same_bytes(tmp_path, family, kind):
     config = FAMILIES[family]
     _, lora = exported(tmp_path / "theirs", kind, config=config, rank=6)
-    state = fresh_state(start_from(tmp_path / "theirs", config, lora, max_rank=16, seed=5))
+    state = fresh_state(start_from(tmp_path / "theirs", config, lora, width=16, seed=5))
     files = VersionFiles(tmp_path / "versions")
     record = files.write("run", 0, state, lora.rank)
-    write_peft(tmp_path / "ours", files.load(record, max_rank=8).params, lora, config, base_name="base")
+    write_peft(tmp_path / "ours", files.load(record, width=8).params, lora, config, base_name="base")
     assert tensor_bytes(tmp_path / "ours") == tensor_bytes(tmp_path / "theirs")

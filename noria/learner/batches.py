@@ -21,7 +21,7 @@ from noria.errors import InvalidRequestError, TreeTooLargeError
 from noria.model.config import ModelConfig
 from noria.rl.chunks import PrefixGradient, ReplayPlan, plan_replay
 from noria.rl.packing import MicrobatchShape, cut, take_entries
-from noria.types import ENTRY_TILE, TILE, Entries, FloatArray, IntArray, Piece, TokenTree
+from noria.types import ENTRY_TILE, TILE, Entries, FloatArray, Ids, IntArray, Piece, TokenTree
 
 Column: TypeAlias = FloatArray | IntArray | npt.NDArray[np.bool_]
 Places: TypeAlias = npt.NDArray[np.integer]
@@ -147,6 +147,15 @@ def of_walk(
     """A tree with its walk, whatever its length. columns: see PlannedBatch. Raises InvalidRequestError: a column is none, or of another length."""
     parts, places = tuple(chunk.piece for chunk in walk.chunks), tuple(chunk.entry_M for chunk in walk.chunks)
     return PlannedBatch(parts, places, tree.entries, _checked(dict(columns or {}), len(tree.entries)), walk, prefix_gradient)
+
+
+def sequence(ids: Ids) -> Piece:
+    """One plain sequence as a piece: an entry for every id but the first, temperature 1."""
+    length = len(ids) - 1
+    zeros, floats = np.zeros(length, np.int32), np.zeros(length, np.float32)
+    count = np.arange(length, dtype=np.int32)
+    entries = Entries(count, np.array(ids[1:], np.int32), np.ones(length, np.float32), floats, floats, floats, zeros, zeros)
+    return Piece(np.array(ids[:-1], np.int32), count, np.full(length, length, np.int32), entries)
 
 
 def _joined(parts: Sequence[Entries]) -> Entries:

@@ -26,11 +26,11 @@ import numpy as np
 
 from noria.errors import InvalidRequestError
 from noria.learner.batches import Column, Costs, PlannedBatch, of_walk
+from noria.learner.memory import walk_blocks
 from noria.learner.operations import BatchResult, EntryOutputs, Forward, ForwardBackward, Pass
 from noria.learner.queue import Mode
 from noria.learner.replay import Replay
 from noria.learner.step import Arrays, Model, Residuals, loss_cotangents, pull, reference, score, to_device, without_adapters
-from noria.model.attention import SPAN
 from noria.model.config import ModelConfig
 from noria.model.lora import AdapterTree
 from noria.rl.chunks import Action, Chunk, plan_replay
@@ -382,11 +382,6 @@ def warm_up_executors(
         job = Job(Forward(_nothing(size), LossSpec(m2_cap=1.0)), num_steps=0)
         job.evaluate((size,), num_rows)
     return gradient
-
-
-def walk_blocks(path_positions: int, shape: MicrobatchShape) -> int:
-    """The one size of a learner's paths, so that all walks share their programs: room for a whole chunk behind the longest path."""
-    return -(-(path_positions // TILE + shape.num_tiles) // SPAN) * SPAN
 
 
 def _warm_up_walks(

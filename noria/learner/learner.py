@@ -24,9 +24,10 @@ import numpy as np
 
 from noria.config import LearnerConfig
 from noria.errors import AdapterFileCorruptError, GradientNotFiniteError, InvalidRequestError, StageStoppedError, StateConflictError
-from noria.learner.batches import BatchPlanner, Costs, PlannedBatch
-from noria.learner.executors import Job, Owners, Scored, Walk, check, score_microbatch, walk_blocks, warm_up_executors, whole_sizes, with_slots
+from noria.learner.batches import BatchPlanner, Costs, PlannedBatch, sequence
+from noria.learner.executors import Job, Owners, Scored, Walk, check, score_microbatch, warm_up_executors, whole_sizes, with_slots
 from noria.learner.inbox import Inbox, fail_future
+from noria.learner.memory import affordable_positions, walk_blocks
 from noria.learner.operations import (
     BatchResult,
     EntryOutputs,
@@ -51,7 +52,7 @@ from noria.model.lora import AdapterState, HostAdapter
 from noria.protocols import Clock, Spans
 from noria.rl.losses import loss_table
 from noria.rl.packing import MicrobatchPlan, ReadyRun, pack, plan_microbatch, shapes_up_to
-from noria.types import Entries, FloatArray, Ids, LossSpec, OptimizerSpec, Piece, TokenTree
+from noria.types import FloatArray, Ids, LossSpec, OptimizerSpec, Piece, TokenTree
 
 AnyBatch: TypeAlias = PlannedBatch | TokenTree | Sequence[Piece]
 """A batch: planned (`Learner.planner`), a tree, or pieces cut for this learner's largest microbatch."""
@@ -62,7 +63,7 @@ class Learner:
     """Owner of all training work. What submits: any thread. `has_work`, `step`, `fail`: the device thread.
 
     wake: called after work has arrived. max_stall_s: the longest dispatch that the planner aims for, by the measured seconds per position. spill_dir:
-    a folder of its own for adapters that fit neither in slots nor in host memory.
+    a folder of its own for adapters that fit neither in slots nor in host memory. Raises ConfigError: too little memory, before any is taken.
     """
 
     def __init__(
@@ -79,7 +80,8 @@ class Learner:
     ) -> None:
         self._params, self._config, self._settings = params, config, settings
         self._spans, self._clock = spans, clock
-        self._shapes = shapes_up_to(settings.max_positions, is_counted=counts_tiles())
+        base = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+        self._shapes = shapes_up_to(affordable_positions(config, settings, base=base), is_counted=counts_tiles())
         self._num_rows = LEADING_JOBS * settings.num_slots
         self.planner = BatchPlanner(self._shapes[-1], settings.path_positions)
         self._costs = Costs(config)
@@ -295,7 +297,7 @@ class Learner:
             raise InvalidRequestError(f"scoring needs at least 2 ids, got {len(ids)}")
         if not all(0 <= i < self._config.vocab_size for i in ids):
             raise InvalidRequestError(f"ids to score must be in [0, {self._config.vocab_size}), got {min(ids)} .. {max(ids)}")
-        self.planner.plan([_sequence(ids)])
+        self.planner.plan([sequence(ids)])
         self._probes.append((run_id, ids, future))
 
     # ---- dispatches -------------------------------------------------------------------------------------------------------------------
@@ -315,7 +317,7 @@ class Learner:
 
     def _probe(self, run_id: str, ids: Ids, future: "Future[FloatArray]") -> None:
         try:
-            slot, piece = self._residency.bring([run_id])[run_id], _sequence(ids)
+            slot, piece = self._residency.bring([run_id])[run_id], sequence(ids)
         except (StateConflictError, AdapterFileCorruptError) as error:
             fail_future(future, error)
             return
@@ -392,7 +394,7 @@ class Learner:
         most = self._shapes[-1].num_tiles
         found = {run_id: self._busy[run_id].offer(self._residency.class_of(run_id), most=most) for run_id in order}
         offers = {run_id: offer for run_id, offer in found.items() if offer is not None}
-        max_positions = self._pace.max_positions(self._settings.max_positions)
+        max_positions = self._pace.max_positions(self._shapes[-1].num_positions)
         plan = plan_pass([offer for offer, _ in offers.values()], self._shapes, max_positions, num_slots=self._settings.num_slots)
         run_ids = list(dict.fromkeys(planned.run_id for planned in plan.pieces))
         slot_of = self._bring(run_ids)
@@ -444,8 +446,9 @@ class Learner:
         if slot_of is None:
             return
         if self._walk is None:
-            blocks = walk_blocks(self._settings.path_positions, self._shapes[-1])
-            self._walk = Walk(run_id, job, self._shapes[-1], self._config, self._costs, num_rows=self._num_rows, num_blocks=blocks)
+            shape = self._shapes[-1]
+            blocks, is_on_host = walk_blocks(self._settings.path_positions, shape), self._settings.is_path_on_host
+            self._walk = Walk(run_id, job, shape, self._config, self._costs, num_rows=self._num_rows, num_blocks=blocks, is_on_host=is_on_host)
         rank_class = self._residency.class_of(run_id)
         state = self._residency.slots(rank_class)
         with self._spans.span("learner", "replay", run_id):
@@ -480,15 +483,6 @@ def _as_step(run_id: str, parts: Sequence["Future[Any]"]) -> "Future[StepResult]
         part.add_done_callback(fail)
     parts[-1].add_done_callback(finish)
     return whole
-
-
-def _sequence(ids: Ids) -> Piece:
-    """One plain sequence as a piece: an entry for every id but the first, temperature 1."""
-    length = len(ids) - 1
-    zeros, floats = np.zeros(length, np.int32), np.zeros(length, np.float32)
-    count = np.arange(length, dtype=np.int32)
-    entries = Entries(count, np.array(ids[1:], np.int32), np.ones(length, np.float32), floats, floats, floats, zeros, zeros)
-    return Piece(np.array(ids[:-1], np.int32), count, np.full(length, length, np.int32), entries)
 
 
 def _owner(plan: MicrobatchPlan) -> str:

@@ -4,14 +4,22 @@
     a packed pass     what score keeps for pull, and what pull has beside it
     a walk's visit    the same of one chunk, its keys and values, the path's, and the path's gradient
 
-All figures are bytes. Deliberately not here: the optimizer's moments, which are there whatever runs.
+All figures are bytes. The optimizer's moments, which are there whatever runs, count only for what a server can afford.
 """
 
+import os
+
+import jax
+
+from noria.config import LearnerConfig
+from noria.errors import ConfigError
 from noria.model.attention import SPAN
 from noria.model.config import ModelConfig
-from noria.model.lora import host_shapes
-from noria.rl.packing import ENTRY_CHUNK, MicrobatchShape
+from noria.model.lora import host_shapes, resident_tops
+from noria.rl.packing import ENTRY_CHUNK, MIN_TILES, MicrobatchShape, microbatch_shape
 from noria.types import TILE
+
+MIB = 2**20
 
 FLOAT = 4
 """Bytes of a float32."""
@@ -42,6 +50,52 @@ def replay_bytes(config: ModelConfig, shape: MicrobatchShape, num_blocks: int, *
     scratch = max(_pull_scratch(config, shape, base=base, slots=slots), beside_scores)
     chunk = _kept(config, shape) + path_bytes(config, shape.num_tiles)
     return base + 2 * slots + 2 * path_bytes(config, num_blocks) + chunk + scratch
+
+
+def walk_blocks(path_positions: int, shape: MicrobatchShape) -> int:
+    """The one size of a learner's paths, so that all walks share their programs: room for a whole chunk behind the longest path."""
+    return -(-(path_positions // TILE + shape.num_tiles) // SPAN) * SPAN
+
+
+def device_bytes() -> int:
+    """What the default device has: its own limit, or the machine's memory where it shares that."""
+    limit = (jax.devices()[0].memory_stats() or {}).get("bytes_limit", 0)
+    return int(limit) or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def affordable_positions(config: ModelConfig, settings: LearnerConfig, *, base: int, memory: int | None = None) -> int:
+    """The longest microbatch, up to `settings.max_positions`, whose passes and visits of walks keep to the memory that the settings allow.
+
+    base: of the base's matrices. memory: in place of `device_bytes()`, if the settings name none. Raises ConfigError: no microbatch keeps to it, or
+    the longest that does leaves out episodes that could have been trained, since no path is set aside for them.
+    """
+    allowed = settings.memory_mib * MIB or memory or device_bytes()
+    first, most = MIN_TILES, settings.max_positions // TILE
+    if _needed(config, settings, first, base=base) > allowed:
+        raise ConfigError(
+            f"the smallest microbatch, of {first * TILE} positions, needs {_needed(config, settings, first, base=base) / MIB:.0f} MiB with base and "
+            f"adapters, {allowed / MIB:.0f} are there: lower learner.path_positions, num_slots or rank_classes, or raise learner.memory_mib"
+        )
+    while first < most:  # the memory grows with the axis
+        middle = (first + most + 1) // 2
+        first, most = (middle, most) if _needed(config, settings, middle, base=base) <= allowed else (first, middle - 1)
+    if first * TILE < settings.max_positions and settings.path_positions < settings.max_positions:
+        raise ConfigError(
+            f"a microbatch of learner.max_positions = {settings.max_positions} needs "
+            f"{_needed(config, settings, settings.max_positions // TILE, base=base) / MIB:.0f} MiB, {allowed / MIB:.0f} are there: set it to "
+            f"{first * TILE}, or learner.path_positions to {settings.max_positions}, so that longer episodes are walked"
+        )
+    return first * TILE
+
+
+def _needed(config: ModelConfig, settings: LearnerConfig, num_tiles: int, *, base: int) -> int:
+    """The most that a learner of these settings has alive with microbatches of so many tiles: the hungriest rank class's pass, and all slots."""
+    shape = microbatch_shape(num_tiles * TILE)
+    slots = [slot_bytes(config, settings.num_slots, width, resident_tops(settings)) for width in settings.rank_classes]
+    most = packed_bytes(config, shape, base=base, slots=slots[-1])
+    if settings.path_positions:
+        most = max(most, replay_bytes(config, shape, walk_blocks(settings.path_positions, shape), base=base, slots=slots[-1]))
+    return most + 2 * slots[-1] + 4 * sum(slots[:-1])
 
 
 def _layer_weights(config: ModelConfig) -> int:
