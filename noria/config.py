@@ -333,9 +333,14 @@ class SamplerConfig(_Config):
 
     num_lanes: int = Field(64, ge=8, multiple_of=8, description="largest decode width; lanes come in tiles of 8 of one run")
     num_pages: int = Field(1024, ge=2, description="KV pages of 16 positions in the pool")
+    host_mib: int = Field(1024, ge=0, description="MiB of host memory for pages of episodes that wait for a tool; beyond it they are computed again")
     max_context: int = Field(1024, ge=32, multiple_of=32, description="longest prompt plus completion served")
     steps_per_dispatch: int = Field(4, ge=1, description="most decode steps of one dispatch")
-    num_slots: int = Field(8, ge=2, description="adapter versions resident at once; slot 0 is the base")
+    num_slots: int = Field(8, ge=2, description="adapter versions on the device at once; slot 0 is the base; others wait in host memory")
+    max_waiting: int = Field(4096, ge=1, description="requests of one tenant that may wait; more are refused, with the reason")
+    kv_on_publish: Literal["keep", "recompute"] = Field(
+        "keep", description="what becomes of the K/V of unfinished requests when a run publishes: kept, or computed anew under the new version"
+    )
 
 
 class LearnerConfig(_Config):

@@ -99,7 +99,10 @@ class SamplingParams:
     """How to continue a prompt.
 
     max_tokens: >= 1. temperature: >= 0; 0 is greedy and its tokens are not trainable. stop_ids: sampling ends after any of these ids, which
-    stays in the completion. seed, sample_index: the random key of a token is fold_in(seed, sample_index, position).
+    stays in the completion. stop: sampling ends with the token after which the text contains any of these, wherever token borders lie; that token
+    stays. seed, sample_index: the random key of a token is fold_in(seed, sample_index, position).
+    top_k: draw among the k most likely ids, 0 for all. top_p: among the fewest most likely ids whose probabilities add up to it, in (0, 1]. Both
+    after temperature, first top_k, then top_p; behavior_logprobs stay those of the full vocabulary, so such tokens are not trainable.
     """
 
     max_tokens: int
@@ -107,6 +110,19 @@ class SamplingParams:
     stop_ids: Ids = ()
     seed: int = 0
     sample_index: int = 0
+    top_k: int = 0
+    top_p: float = 1.0
+    stop: tuple[str, ...] = ()
+
+    @property
+    def is_constrained(self) -> bool:
+        """Whether ids are left out of the draw."""
+        return self.top_k > 0 or self.top_p < 1.0
+
+    @property
+    def is_trainable(self) -> bool:
+        """Whether what is sampled is a draw from the policy that behavior_logprobs describe."""
+        return self.temperature > 0 and not self.is_constrained
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +131,9 @@ class SampleRequest:
 
     request_id: unique in the server. tenant: who is charged. run_id: whose adapter. episode_id: whose pages.
     version: None follows the run's newest published version, token by token; a number pins that version.
+    num_top: return so many of the most likely ids at each sampled token, at most MAX_TOP; with wants_prompt also at each prompt position.
+    wants_prompt: return the log-probability of each prompt id but the first, given those before it; temperature 1.
+    timeout_s: from submission to the last token; then DeadlineExceededError, which says what the request was waiting for.
     """
 
     request_id: str
@@ -124,16 +143,32 @@ class SampleRequest:
     prompt_ids: Ids
     params: SamplingParams
     version: int | None = None
+    num_top: int = 0
+    wants_prompt: bool = False
+    timeout_s: float = 600.0
+
+
+TopIds: TypeAlias = tuple[tuple[int, float], ...]
+"""The most likely ids at one position with their log-probabilities (after temperature, full vocabulary), most likely first; of equals the smaller."""
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """What was sampled: per token its id, its log-probability when sampled (natural log, after temperature, full vocabulary), its version."""
+    """What was sampled: per token its id, its log-probability when sampled (natural log, after temperature, full vocabulary), its version.
+
+    finish_reason: "stop" for a stop id or a stop text. top: per token, if asked for. prompt_logprobs, prompt_top: one for each prompt id but the
+    first, if asked for. is_trainable: see `SamplingParams`. num_mixed: tokens that attended to keys and values of another version than their own.
+    """
 
     sampled_ids: Ids
     behavior_logprobs: tuple[float, ...]
     versions: tuple[int, ...]
     finish_reason: FinishReason
+    top: tuple[TopIds, ...] = ()
+    prompt_logprobs: tuple[float, ...] = ()
+    prompt_top: tuple[TopIds, ...] = ()
+    is_trainable: bool = True
+    num_mixed: int = 0
 
     def __post_init__(self) -> None:
         assert len(self.sampled_ids) == len(self.behavior_logprobs) == len(self.versions)

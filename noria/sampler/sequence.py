@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from noria.sampler.pages import PAGE, Namespace, Node
-from noria.types import Completion, FinishReason, Ids, SampleRequest
+from noria.types import Completion, FinishReason, Ids, SampleRequest, TopIds
 
 LANES_PER_TILE = 8
 """Lanes of a tile; a tile's lanes use one adapter slot."""
@@ -129,42 +129,66 @@ class PageCopy(NamedTuple):
     target: int
 
 
+class PageMove(NamedTuple):
+    """A page of the device and a place in host memory: one is copied to the other before the dispatch."""
+
+    page: int
+    place: int
+
+
 class PrefillRow(NamedTuple):
-    """Up to CHUNK consecutive positions of one prompt: ids, the position of the first, all pages from position 0 to the last, adapter slot."""
+    """Up to CHUNK consecutive positions of one prompt: ids, the position of the first, all pages from position 0 to the last, adapter slot.
+
+    targets: the ids that follow each position, if their log-probabilities are wanted, else none. num_top: most likely ids wanted beside them.
+    """
 
     ids: Ids
     start: int
     table: list[int]
     slot: int
+    targets: Ids = ()
+    num_top: int = 0
 
 
 class LaneTile(NamedTuple):
-    """Up to LANES_PER_TILE sequences that use one adapter slot, which holds `version` of their run."""
+    """Sequences that use one adapter slot, which holds `version` of their run: up to `DecodeDispatch.lanes_per_tile`.
+
+    num_shared: pages from position 0 on that all of them have in common and nobody writes any more; a multiple of BLOCK_PAGES, 0 for none.
+    """
 
     slot: int
     version: int
     sequences: list[Sequence]
+    num_shared: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillDispatch:
-    """Fill pages: copies first, then all rows at once (a layer writes the K/V of all rows before it attends).
+    """Fill pages: stores, loads and copies first, in this order; then all rows at once (a layer writes the K/V of all rows before it attends).
 
-    is_fixed: run it in the one shape of deterministic runs, since a row is of one.
+    is_fixed: run it in the one shape of deterministic runs, since a row is of one. stores: from the device to the host; loads: back.
     """
 
     copies: list[PageCopy]
     rows: list[PrefillRow]
     is_fixed: bool = False
+    stores: Many[PageMove] = ()
+    loads: Many[PageMove] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeDispatch:
-    """Sample up to the configured number of tokens for every lane. is_fixed: as of a prefill."""
+    """Sample up to the configured number of tokens for every lane. is_fixed, stores, loads: as of a prefill.
+
+    lanes_per_tile: LANES_PER_TILE, or 1 where many runs have few lanes each: then a tile is a lane.
+    """
 
     copies: list[PageCopy]
     tiles: list[LaneTile]
     is_fixed: bool = False
+    lanes_per_tile: int = LANES_PER_TILE
+    stores: Many[PageMove] = ()
+    loads: Many[PageMove] = ()
 
     @property
     def num_lanes(self) -> int:
@@ -173,7 +197,15 @@ class DecodeDispatch:
 
 
 class Sampled(NamedTuple):
-    """What one lane sampled in one dispatch."""
+    """What one lane sampled in one dispatch. top: per token the most likely ids, as many as the request asks for."""
 
     ids: list[int]
     behavior_logprobs: list[float]
+    top: Many[TopIds] = ()
+
+
+class Scored(NamedTuple):
+    """What a prefill row with targets came to: their log-probabilities at temperature 1, and the most likely ids beside each."""
+
+    logprobs: list[float]
+    top: Many[TopIds] = ()
