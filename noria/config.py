@@ -10,13 +10,13 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from noria.errors import ConfigError
 from noria.plain_json import storable
-from noria.types import Denominator, LoraSpec, LossSpec, OptimizerSpec, Schedule
+from noria.types import MAX_STOP_TEXTS, Denominator, LoraSpec, LossSpec, OptimizerSpec, Schedule
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
 
@@ -215,7 +215,9 @@ class SamplingConfig(_Config):
 
     max_tokens: int = Field(64, ge=1, description="per turn")
     temperature: float = Field(1.0, gt=0, description="of training episodes; evaluation.temperature is its own")
-    stop: tuple[str, ...] = Field((), strict=False, description="texts that are one token each and end a turn, beside the end-of-text token")
+    stop: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
+        (), strict=False, max_length=MAX_STOP_TEXTS, description="texts that end a turn: one of a single token by that id, others wherever they occur"
+    )
 
 
 class ActorsConfig(_Config):
@@ -234,6 +236,8 @@ class EvaluationConfig(_Config):
     every: int = Field(0, ge=0, description="also every n versions; training waits for evaluations slower than that; 0 = only before and after")
     samples: int = Field(1, ge=1, description="episodes per task; pass@k is reported for k = 1, 2, 4, ... up to it")
     temperature: float = Field(0.0, ge=0, description="of its episodes; 0 is greedy, more than one sample needs more than 0")
+    top_k: int = Field(0, ge=0, description="of its episodes: draw among the k most likely tokens; 0 = all")
+    top_p: float = Field(1.0, gt=0, le=1, description="of its episodes: draw among the fewest tokens with this much probability, after top_k")
     solved_at: float = Field(1.0, description="a sample solves its task from this reward on: what accuracy and pass@k count")
     keep_best: bool = Field(True, description="the version with the best accuracy stays on disk, whatever its age")
 
@@ -448,6 +452,8 @@ def _explain(model: type[BaseModel], loc: tuple[int | str, ...], kind: str, mess
         return message.removeprefix("Value error, ")
     if kind != "extra_forbidden":
         return f"{where}: {message}" + ("" if kind == "missing" else f" (got {_shown(value)})")
+    if where in ("sampling.top_k", "sampling.top_p"):
+        return f"{where} cannot train: such tokens are not drawn from the policy that the loss corrects; leave it out, or set evaluation.{loc[-1]}"
     known = _fields_at(model, loc[:-1])
     close = difflib.get_close_matches(str(loc[-1]), known, n=1, cutoff=0.5)
     hint = f"did you mean {close[0]!r}?" if close else f"known keys: {', '.join(known)}"

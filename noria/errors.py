@@ -67,6 +67,12 @@ class DeadlineExceededError(NoriaError):
     code = "deadline_exceeded"
 
 
+class QueueFullError(NoriaError):
+    """A tenant has as many requests waiting as it may have; the message says how many, and what to do."""
+
+    code = "queue_full"
+
+
 class EnvironmentFailedError(NoriaError):
     """A tenant's environment raised, or could not be loaded or built."""
 
@@ -122,7 +128,7 @@ class PublishProofError(NoriaError):
 
 
 class SlotsExhaustedError(NoriaError):
-    """Every adapter slot is in use by a run or a pinned version."""
+    """The runs of one operation do not fit in the learner's adapter slots beside those in use."""
 
     code = "slots_exhausted"
 

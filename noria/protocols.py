@@ -6,12 +6,12 @@ Who waits for whom (design section 3):
     learner  any run with a full batch             never actors of other runs, never other runs' batches
 """
 
-from collections.abc import Awaitable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
-from noria.types import Completion, DropReason, EpisodeGroup, Ids, Message, Prompt, SampleRequest, Task
+from noria.types import Completion, DropReason, EpisodeGroup, Ids, Message, Prompt, SampleRequest, Task, Tokens
 
 T = TypeVar("T")
 
@@ -42,8 +42,8 @@ class Environment(Protocol):
         """The prompt of the problem that `task` stands for, the same for the same task: plain text, or messages and tools for the chat template."""
 
     def step(self, action: Any) -> Step | Awaitable[Step]:
-        """Judge what the policy did. action: the sampled text, the stop token that ended it left out (str); in an episode that began with a
-        `Prompt`, the assistant's `Message`, with its tool calls parsed."""
+        """Judge what the policy did. action: the sampled text, the stop token or stop text that ended it left out (str); in an episode that began
+        with a `Prompt`, the assistant's `Message`, with its tool calls parsed, and with a stop text that ended it."""
 
 
 class EnvironmentFactory(Protocol):
@@ -86,7 +86,18 @@ class Sampler(Protocol):
     """Continues prompts. Callable from the event loop; cancel the awaiting task to cancel the request, which frees its lane and pages at once."""
 
     async def sample(self, request: SampleRequest) -> Completion:
-        """Raises PromptTooLongError, InvalidRequestError, UnknownVersionError, RequestCancelledError, StageStoppedError."""
+        """Raises PromptTooLongError, InvalidRequestError, UnknownVersionError, RequestCancelledError, StageStoppedError; DeadlineExceededError after
+        the request's `timeout_s`, which says what it was waiting for."""
+
+
+class TokenStreams(Protocol):
+    """A sampler that gives out tokens as they are sampled."""
+
+    def stream(self, request: SampleRequest) -> AsyncIterator[Tokens]:
+        """Items as they come, of which the last has the completion. A slow reader holds up nobody; closing the iterator cancels the request.
+
+        Raises as `Sampler.sample`, from the first item on.
+        """
 
 
 class Tokenizer(Protocol):

@@ -148,6 +148,12 @@ class SampleRequest:
     timeout_s: float = 600.0
 
 
+MAX_STOP_TEXTS = 8
+"""Stop texts of one request: each costs a search in what every dispatch samples."""
+
+MAX_TOP = 20
+"""Most likely ids that a request may ask for at each token."""
+
 TopIds: TypeAlias = tuple[tuple[int, float], ...]
 """The most likely ids at one position with their log-probabilities (after temperature, full vocabulary), most likely first; of equals the smaller."""
 
@@ -175,6 +181,25 @@ class Completion:
 
 
 @dataclass(frozen=True, slots=True)
+class Tokens:
+    """What one dispatch sampled for a request that streams; together the items are its completion. At least one token.
+
+    top: per token, if asked for. completion: the whole of it, in the last item only, with what no item has (prompt_logprobs, finish_reason).
+    """
+
+    sampled_ids: Ids
+    behavior_logprobs: tuple[float, ...]
+    versions: tuple[int, ...]
+    top: tuple[TopIds, ...] = ()
+    completion: Completion | None = None
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """Why sampling ended, in the last item; None before it."""
+        return None if self.completion is None else self.completion.finish_reason
+
+
+@dataclass(frozen=True, slots=True)
 class Turn:
     """Observation ids as fed to the sampler, then what was sampled after them. A multi-turn episode extends ids and never renders history again.
 
@@ -186,6 +211,11 @@ class Turn:
     completion: Completion
     temperature: float
     keep: int | None = None
+
+    @property
+    def is_trainable(self) -> bool:
+        """Whether it has tokens that may train: draws, at a temperature above 0, from the policy that their behavior_logprobs describe."""
+        return bool(self.completion.sampled_ids) and self.temperature > 0 and self.completion.is_trainable
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from noria.model.lora import HEAD, HostAdapter, host_shapes
 from noria.model.placement import BaseParams, place
 from noria.model.transformer import forward_logits
 from noria.model.weights import Params, load_base
+from noria.protocols import Clock, Tokenizer
 from noria.sampler.engine import SamplerEngine
 from noria.sampler.runner import Shapes
 from noria.sampler.sequence import PrefillDispatch, Sampled, Sequence
@@ -56,21 +57,37 @@ def engine(
     shapes: Shapes = SHAPES,
     spans: NoSpans | None = None,
     rank_classes: tuple[int, ...] = (RANK,),
+    clock: Clock | None = None,
+    tokenizer: Tokenizer | None = None,
     **changes: Any,
 ) -> SamplerEngine:
     model, _, placed = tiny()
-    settings = config(**changes)
-    return SamplerEngine(base or placed, model, settings, rank_classes=rank_classes, eos_id=eos_id, spans=spans or NoSpans(), shapes=shapes)
+    return SamplerEngine(
+        base or placed,
+        model,
+        config(**changes),
+        rank_classes=rank_classes,
+        eos_id=eos_id,
+        spans=spans or NoSpans(),
+        clock=clock,
+        tokenizer=tokenizer,
+        shapes=shapes,
+    )
 
 
 _numbers = iter(range(10**9))
 
 
+_OF_REQUEST = ("num_top", "wants_prompt", "timeout_s")
+
+
 def request(
     prompt: Ids = (5, 6, 7), *, run: str = BASE_RUN, tenant: str = "t", version: int | None = None, episode: str = "", **params: Any
 ) -> SampleRequest:
+    """params: of `SamplingParams`, and the rest of `SampleRequest`."""
+    asked = {name: params.pop(name) for name in _OF_REQUEST if name in params}
     sampling = SamplingParams(**({"max_tokens": 8, "seed": 1} | params))
-    return SampleRequest(f"r{next(_numbers)}", tenant, run, episode, prompt, sampling, version)
+    return SampleRequest(f"r{next(_numbers)}", tenant, run, episode, prompt, sampling, version, **asked)
 
 
 def prompt(length: int, seed: int = 0) -> Ids:
@@ -139,6 +156,7 @@ class FakeDevice:
     def step(self):
         """One dispatch; the sequences that finished, None if there was nothing to do."""
         dispatch = self.scheduler.plan()
+        self.scheduler._slots.take_writes()
         if dispatch is None:
             return None
         self.dispatches.append(dispatch)

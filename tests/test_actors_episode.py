@@ -11,11 +11,10 @@ from actor_builders import EOS, NEWLINE, Echo, Factory, Letters, ScriptedSampler
 
 from noria.actors.dialogue import action_of
 from noria.actors.episode import run_episode
-from noria.actors.rules import rules_of, stop_ids
+from noria.actors.rules import rules_of, stops
 from noria.clock import VirtualClock
 from noria.config import RunConfig
 from noria.errors import (
-    ConfigError,
     DeadlineExceededError,
     EnvironmentFailedError,
     EnvironmentOutputError,
@@ -268,8 +267,8 @@ def test_any_finite_number_is_a_reward_and_becomes_a_float(reward):
 
 def test_a_slow_sampler_and_a_slow_episode_meet_their_deadlines():
     clock = VirtualClock()
-    sampler = ScriptedSampler(clock, seconds=601)
-    with pytest.raises(DeadlineExceededError, match="waited 600 s for sample request e/0"):
+    sampler = ScriptedSampler(clock, seconds=606)
+    with pytest.raises(DeadlineExceededError, match="waited 605 s for sample request e/0"):
         play(Echo, sampler=sampler, clock=clock)
     assert sampler.num_cancelled == 1
     with pytest.raises(DeadlineExceededError, match="waited 1800 s for episode e"):
@@ -288,16 +287,35 @@ def test_every_wait_leaves_a_span():
 
 def test_the_rules_come_from_the_run_file():
     config = RunConfig.model_validate(
-        {"name": "r", "seed": 4, "environment": {"name": "x"}, "algorithm": {"steps": 1}, "sampling": {"stop": ["\n", "th"], "max_tokens": 5}}
+        {"name": "r", "seed": 4, "environment": {"name": "x"}, "algorithm": {"steps": 1}, "sampling": {"stop": ["\n", "ab", "th"], "max_tokens": 5}}
     )
     rules = rules_of(config, "run-1", Factory(Echo), Letters())
     assert (rules.stop_ids, rules.max_tokens, rules.seed, rules.run_id, rules.version) == ((EOS, NEWLINE, 299), 5, 4, "run-1", None)
+    assert (rules.stop, rules.top_k, rules.top_p) == (("ab",), 0, 1.0)
 
 
-@pytest.mark.parametrize("text", ["", "ab"])
-def test_a_stop_text_must_be_one_token(text):
-    with pytest.raises(ConfigError, match=r"sampling\.stop"):
-        stop_ids((text,), Letters())
+def test_a_stop_text_of_one_token_is_a_stop_id_and_any_other_is_looked_for():
+    assert stops(("ab", "\n", "th", "héé", "\n"), Letters()) == ((EOS, NEWLINE, 299), ("ab", "héé"))
+
+
+@pytest.mark.parametrize(
+    ("replies", "action"), [(["so </answer>!"], "so "), (["END </answer"], ""), (["no such text"], "no such text"), (["a</answer>END\n"], "a")]
+)
+def test_the_environment_sees_the_action_up_to_its_stop_text_and_the_episode_keeps_every_id(replies, action):
+    environment, clock = Echo(), VirtualClock()
+    sampler = ScriptedSampler(clock, replies)
+    episode = play(lambda: environment, sampler=sampler, clock=clock, stop=("</answer>", "END"), max_tokens=99)
+    assert environment.actions == [action]
+    assert episode.turns[0].completion.sampled_ids == tuple(map(ord, replies[0]))
+    params = sampler.requests[0].params
+    assert (params.stop, params.stop_ids, params.is_constrained) == (("</answer>", "END"), (EOS, NEWLINE), False)
+
+
+def test_the_samplers_own_deadline_comes_before_the_actors():
+    clock = VirtualClock()
+    sampler = ScriptedSampler(clock, seconds=603)
+    assert play(Echo, sampler=sampler, clock=clock).turns, "it may still answer"
+    assert sampler.requests[0].timeout_s == 600
 
 
 class Elsewhere:

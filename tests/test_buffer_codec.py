@@ -1,5 +1,6 @@
 """A stored group comes back equal, bit for bit; the order of tasks is a permutation that needs no memory."""
 
+import json
 import math
 from collections import Counter
 
@@ -25,6 +26,8 @@ def turns(draw, logprobs):
         tuple(draw(st.lists(logprobs, min_size=size, max_size=size))),
         tuple(draw(st.lists(st.integers(0, 10**6), min_size=size, max_size=size))),
         draw(st.sampled_from(["stop", "length"])),
+        is_trainable=draw(st.booleans()),
+        num_mixed=draw(st.integers(0, size)),
     )
     return Turn(tuple(draw(st.lists(token_ids, max_size=6))), completion, draw(finite), draw(st.none() | token_ids))
 
@@ -53,6 +56,16 @@ def test_groups_that_were_stored_before_episodes_could_fork_still_decode():
     stored = b"NGR1" + len(header).to_bytes(4, "little") + header + arrays
     assert decode_group(stored) == group
     assert encode_group(group) == stored, "an episode that did not fork is stored as before"
+
+
+@given(st.none() | st.integers(0, 2), st.booleans(), st.integers(0, 1))
+def test_a_turns_header_ends_with_what_it_has_that_others_have_not(keep, is_trainable, num_mixed):
+    completion = Completion((3,), (-0.5,), (7,), "stop", is_trainable=is_trainable, num_mixed=num_mixed)
+    group = EpisodeGroup("g", "r", Task(0, 0), (Episode("e", 0, (Turn((1, 2), completion, 1.0, keep),), 1.0),))
+    data = encode_group(group)
+    assert decode_group(data) == group
+    rare = json.loads(data[8 : 8 + int.from_bytes(data[4:8], "little")])["episodes"][0][-1][0][4:]
+    assert rare == [keep, is_trainable, num_mixed][: 3 if num_mixed else 2 if not is_trainable else 1 if keep is not None else 0]
 
 
 def test_float32_logprobs_take_four_bytes_and_stay_exact():

@@ -134,6 +134,22 @@ def test_an_unknown_key_is_answered_with_the_nearest_or_with_all(key, words):
         parse({**RUN, key: 1}, RunConfig, source="run")
 
 
+@pytest.mark.parametrize("setting", [{"top_p": 0.9}, {"top_k": 40}, {"top_p": 1.0}])
+def test_a_run_that_would_train_on_constrained_draws_is_refused_with_the_reason(setting):
+    """Case 21."""
+    (name,) = setting
+    with pytest.raises(ConfigError, match=rf"sampling\.{name} cannot train.*evaluation\.{name}"):
+        parse({**RUN, "sampling": setting}, RunConfig, source="run")
+    assert getattr(parse({**RUN, "evaluation": setting}, RunConfig, source="run").evaluation, name) == setting[name]
+
+
+@pytest.mark.parametrize(("stop", "words"), [([""], "at least 1"), (["a", ""], "at least 1"), (list("abcdefghi"), "at most 8")])
+def test_stop_texts_that_can_not_be_looked_for_are_refused(stop, words):
+    with pytest.raises(ConfigError, match=words):
+        parse({**RUN, "sampling": {"stop": stop}}, RunConfig, source="run")
+    assert parse({**RUN, "sampling": {"stop": ["</answer>", "é"]}}, RunConfig, source="run").sampling.stop == ("</answer>", "é")
+
+
 def test_the_built_in_bases_are_those_that_load():
     assert set(BUILTIN_BASES) == set(weights._BASES)
 

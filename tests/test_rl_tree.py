@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from noria.errors import InvalidRequestError
 from noria.rl.advantages import group_advantages
 from noria.rl.credit import has_signal
 from noria.rl.tree import build_tree, trained_groups
-from noria.types import EpisodeGroup
+from noria.types import EpisodeGroup, SamplingParams
 
 POLICIES = st.fixed_dictionaries(
     {
@@ -167,6 +168,17 @@ def test_an_empty_observation_after_the_first_turn_is_fine():
 def test_greedy_turns_are_read_and_never_trained():
     tree, _ = build_tree([group(episode(0, turn((), (1, 2), temperature=0.0), turn((3,), (4,)), reward=1.0), episode(1))], algorithm())
     assert [r[1:3] for r in trained_rows(tree.ids_T, tree.end_T, tree.entries)] == [((1, 2, 3), 4)]
+
+
+@pytest.mark.parametrize("constraint", [{"top_k": 5}, {"top_p": 0.9}, {"temperature": 0.0}])
+def test_turns_that_were_not_drawn_from_the_whole_policy_are_read_and_never_trained(constraint):
+    """Case 21: the mass that top-k or top-p leaves out must not become part of a ratio."""
+    params = SamplingParams(**({"max_tokens": 2} | constraint))
+    drawn = turn((), (1, 2))
+    constrained = replace(drawn, completion=replace(drawn.completion, is_trainable=params.is_trainable))
+    tree, _ = build_tree([group(episode(0, constrained, turn((3,), (4,)), reward=1.0), episode(1, constrained))], algorithm())
+    assert [r[1:3] for r in trained_rows(tree.ids_T, tree.end_T, tree.entries)] == [((1, 2, 3), 4)]
+    assert not build_tree([group(episode(0, constrained, reward=1.0), episode(1, constrained))], algorithm())[0].episode_Q.size
 
 
 @pytest.mark.parametrize("denominator", DENOMINATORS)

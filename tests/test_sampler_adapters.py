@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from sampler_builders import RANK, adapter, drive, engine, merged, prompt, reference_logprobs, request, run, tiny
 
-from noria.errors import InvalidRequestError, RequestCancelledError, RunFailedError, SlotsExhaustedError, StateConflictError, UnknownVersionError
+from noria.errors import InvalidRequestError, RequestCancelledError, RunFailedError, StateConflictError, UnknownVersionError
 from noria.model.lora import HEAD, VALUE, checksum, module_sizes
 from noria.model.placement import place
 from noria.sampler.runner import Shapes
@@ -143,23 +143,24 @@ def engine_with(weights, scale=1.0):
     return sampler
 
 
-def test_a_pinned_request_keeps_its_version_and_its_slot_until_it_is_done():
-    sampler = engine(num_slots=3)
+def test_a_pinned_request_keeps_its_version_and_no_publish_waits_for_its_slot():
+    sampler = engine(num_slots=2)
     sampler.publish("a", 0, adapter(0), 1.0)
 
     def publish(step):
         if step == 2:
             sampler.publish("a", 1, adapter(1), 1.0)
-            assert sampler.num_free_slots == 0
-            with pytest.raises(SlotsExhaustedError, match="a v0"):
-                sampler.publish("b", 0, adapter(2), 1.0)
+            sampler.publish("b", 0, adapter(2), 1.0)
+            assert (sampler.num_free_slots, sampler.num_versions) == (0, 3)
+            for run_id, version, seed in (("b", 0, 2), ("a", 1, 1)):
+                assert sampler.checksum(run_id, version) == checksum(adapter(seed)), "in the one slot, between two dispatches"
 
     pinned = request(prompt(20), run="a", version=0, max_tokens=30, seed=7)
     (completion,) = run(sampler, pinned, between=publish)
     assert set(completion.versions) == {0}
     weights = merged(tiny()[1], adapter(0), 1.0)
     np.testing.assert_allclose(completion.behavior_logprobs, reference_logprobs(weights, pinned.prompt_ids, completion, 1.0), atol=1e-4)
-    assert sampler.num_free_slots == 1
+    assert sampler.num_versions == 2
     with pytest.raises(UnknownVersionError):
         run(sampler, request(run="a", version=0))
 
@@ -172,7 +173,7 @@ def test_a_pin_holds_a_version_for_later_requests():
     (held,) = run(sampler, request(run="a", version=0))
     assert held.versions[0] == 0
     sampler.unpin("a", 0)
-    with pytest.raises(UnknownVersionError, match=r"resident versions: \[1\]"):
+    with pytest.raises(UnknownVersionError, match=r"kept are \[1\]"):
         sampler.checksum("a", 0)
 
 

@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from sampler_builders import FakeDevice, adapter, drive, engine, prompt, request, run, submit, tiny
+from sampler_builders import STEPS, FakeDevice, adapter, drive, engine, prompt, request, run, submit, tiny
 
-from noria.model.lora import HEAD, MODULES, checksum, delta, host_shapes, module_sizes
-from noria.sampler.adapters import AdapterSlots, layer_deltas
+from noria.model.lora import HEAD, INPUT_GROUPS, checksum, delta, host_shapes, module_sizes
+from noria.sampler.adapters import AdapterSlots, layer_deltas, plan_rows
 from noria.sampler.pages import PagePool
 from noria.sampler.runner import Shapes
-from noria.sampler.scheduler import Scheduler
+from noria.sampler.scheduler import Limits, Scheduler
 from noria.sampler.sequence import PrefillDispatch
 from noria.sampler.slots import SlotTable
 
@@ -101,7 +101,7 @@ def test_dispatches_with_requests_of_a_deterministic_run_have_one_shape_and_othe
     slots = SlotTable(8)
     for run_id in ("mine", "busy"):
         slots.advance(run_id, 0)
-    scheduler = Scheduler(PagePool(1024), slots, num_lanes=64, max_rows=16, fixed=(32, 4))
+    scheduler = Scheduler(PagePool(1024), slots, Limits((8, 64), 16, STEPS, fixed=(32, 4)))
     scheduler.set_deterministic("mine", is_deterministic=True)
     device, rng = FakeDevice(scheduler), random.Random(0)
     runs = [rng.choice(("mine", "busy")) for _ in range(100)]
@@ -128,7 +128,7 @@ def test_more_tiles_than_the_fixed_shape_has_take_turns_and_without_the_run_all_
     slots = SlotTable(8)
     for run_id in ("mine", "busy"):
         slots.advance(run_id, 0)
-    scheduler = Scheduler(PagePool(1024), slots, num_lanes=64, max_rows=16, fixed=(32, 4))
+    scheduler = Scheduler(PagePool(1024), slots, Limits((8, 64), 16, STEPS, fixed=(32, 4)))
     scheduler.set_deterministic("mine", is_deterministic=True)
     device = FakeDevice(scheduler)
     unfinished = {submit(scheduler, run="busy", tenant="b", prompt=(n,), max_tokens=100) for n in range(64)}
@@ -183,8 +183,9 @@ def test_a_version_takes_the_bytes_of_its_own_class_only():
     sampler = engine(rank_classes=(8, 32, 128), shapes=NARROW, num_slots=2)
     for version, rank in enumerate((64, 4, 20, 8)):
         sampler.publish("mine", version, adapter(version, rank=rank), 1.0)  # one slot, and another class each time
+        assert sampler.checksum("mine", version) == checksum(adapter(version, rank=rank))
         slots = sampler._runner._slots.arrays
-        assert [stack.layers[0]["a"]["q"].shape[-1] for stack in slots.stacks] == [8, 32, 128]
+        assert [stack.layers[0]["b"]["q"].shape[1] for stack in slots.stacks] == [8, 32, 128]
         assert int(slots.class_A[1]) == {64: 2, 4: 0, 20: 1, 8: 0}[rank]
         (found,) = run(sampler, request(prompt(20), run="mine", max_tokens=6))
         alone = engine(rank_classes=(8, 32, 128), shapes=NARROW)
@@ -193,29 +194,57 @@ def test_a_version_takes_the_bytes_of_its_own_class_only():
         assert found == expected, "nothing of the versions before may be left"
 
 
-@pytest.mark.parametrize("others", [(), (64,), (20, 64)])
-def test_a_rows_delta_is_the_one_of_its_own_class_bit_for_bit(others):
-    """Sizes at which the widths 8, 32 and 128 have different bits. A neighbour's broken adapter stays its own; the base's rows are left alone."""
-    model = replace(tiny()[0], num_layers=1, hidden_size=576, intermediate_size=1536)
-    slots, ranks = AdapterSlots(model, 5, (8, 32, 128), ()), (4, *others)
-    rng = np.random.default_rng(0)
+def random_slots(model, classes, ranks):
+    """Slots that hold an adapter of each rank from slot 1 on, those of rank 64 broken; and the adapters."""
+    slots, rng, adapters = AdapterSlots(model, 5, classes, ()), np.random.default_rng(0), []
     for slot, rank in enumerate(ranks, 1):
         shapes = host_shapes(model, rank, ())
-        weights = {side: {m: rng.normal(0, 0.1, shape).astype(np.float32) for m, shape in shapes[side].items()} for side in shapes}
-        if slot == 1:
-            mine = weights
+        adapters.append({side: {m: rng.normal(0, 0.1, shape).astype(np.float32) for m, shape in shapes[side].items()} for side in shapes})
         if rank == 64:
-            weights["b"]["q"][:] = np.nan
-        slots.write(slot, weights, 0.5)
-    slot_R = np.array([1, 0, len(ranks), 1], np.int32)
-    for module in ("q", "down", *MODULES[1:3]):
-        size_in, size_out = module_sizes(model)[module]
-        x, y = (rng.normal(0, 1, (4, 8, size)).astype(np.float32) for size in (size_in, size_out))
-        y[1] = -0.0
-        found = np.asarray(jax.jit(lambda slots, x, y, module=module: layer_deltas(slots, 0, slot_R).add(module, x, y))(slots.arrays, x, y))
-        a, b = np.zeros((4, size_in, 8), np.float32), np.zeros((4, 8, size_out), np.float32)
-        a[:, :, :4], b[:, :4] = mine["a"][module][0], mine["b"][module][0]
-        expected = y + np.asarray(jax.jit(delta)(x, a, b, np.full(4, 0.5, np.float32)))
-        assert found[[0, 3]].tobytes() == expected[[0, 3]].tobytes(), module
-        assert found[1].tobytes() == y[1].tobytes()
-        assert (found[2] != y[2]).any()
+            adapters[-1]["b"]["q"][:] = np.nan
+        slots.write(slot, adapters[-1], 0.5)
+    return slots, adapters
+
+
+@pytest.mark.parametrize("is_loop", [True, False], ids=["row after row", "gathered"])
+@pytest.mark.parametrize("length", [1, 8])
+@pytest.mark.parametrize("others", [(), (64,), (20, 64)])
+def test_a_rows_delta_is_the_one_of_its_own_class_bit_for_bit(others, length, is_loop):
+    """Sizes at which the widths 8, 32 and 128 have different bits. A neighbour's broken adapter stays its own; the base's rows are left alone."""
+    model = replace(tiny()[0], num_layers=1, hidden_size=576, intermediate_size=1536)
+    slots, adapters = random_slots(model, (8, 32, 128), (4, *others))
+    alone, _ = random_slots(model, (8,), (4,))
+
+    def add(slots, group, x, ys, slot_R):
+        return layer_deltas(slots, 0, plan_rows(slots, slot_R, is_loop=is_loop)).add(group, x, ys)
+
+    slot_R, rng, run = np.array([1, 0, len(adapters), 1], np.int32), np.random.default_rng(1), jax.jit(add, static_argnums=1)
+    for group in INPUT_GROUPS:
+        sizes = [module_sizes(model)[module] for module in group]
+        x = rng.normal(0, 1, (4, length, sizes[0][0])).astype(np.float32)
+        ys = tuple(rng.normal(0, 1, (4, length, size)).astype(np.float32) for _, size in sizes)
+        for y in ys:
+            y[1] = -0.0 if is_loop or others else 1.0
+        found, expected = (run(of.arrays, group, x, ys, slots) for of, slots in ((slots, slot_R), (alone, np.array([1, 0, 0, 1], np.int32))))
+        for module, y, new, same in zip(group, ys, map(np.asarray, found), map(np.asarray, expected), strict=True):
+            assert new[[0, 3]].tobytes() == same[[0, 3]].tobytes(), module
+            factors = (adapters[0][side][module] for side in ("a", "b"))
+            plain = y[[0, 3]] + np.asarray(delta(x[[0, 3]], *(np.repeat(each, 2, axis=0) for each in factors), np.full(2, 0.5, np.float32)))
+            np.testing.assert_allclose(new[[0, 3]], plain, atol=1e-5)
+            assert new[1].tobytes() == y[1].tobytes()
+            assert (new[2] != y[2]).any()
+
+
+def test_a_lane_has_the_same_bits_in_a_row_of_its_own_and_beside_others_wherever_it_is():
+    model = replace(tiny()[0], num_layers=1, hidden_size=576, intermediate_size=1536)
+    slots, _ = random_slots(model, (8, 32), (8, 4, 20, 32))
+    rng = np.random.default_rng(2)
+    x, y = (rng.normal(0, 1, (16, 1, size)).astype(np.float32) for size in (576, 1536))
+    add = jax.jit(lambda slots, x, y, slot_R: layer_deltas(slots, 0, plan_rows(slots, slot_R, is_loop=True)).add(("gate", "up"), x, (y, 2 * y)))
+    slot_R = rng.integers(0, 5, 16).astype(np.int32)
+    found, order = add(slots.arrays, x, y, slot_R), rng.permutation(16)
+    moved = add(slots.arrays, x[order], y[order], slot_R[order])
+    only = add(slots.arrays, x, y, np.where(np.arange(16) == 3, slot_R, 0).astype(np.int32))
+    for one, two, three in zip(found, moved, only, strict=True):
+        assert np.asarray(one)[order].tobytes() == np.asarray(two).tobytes()
+        assert np.asarray(one)[3].tobytes() == np.asarray(three)[3].tobytes()

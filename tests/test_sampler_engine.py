@@ -11,11 +11,12 @@ from sampler_builders import NoSpans, adapter, config, drive, engine, prompt, re
 from noria.errors import ConfigError, InvalidRequestError, PromptTooLongError, StageStoppedError, UnknownVersionError
 from noria.sampler.engine import SamplerEngine
 from noria.sampler.runner import Shapes
+from noria.text.tokenizer import ByteTokenizer
 
 
 @pytest.fixture(scope="module")
 def sampler():
-    return engine()
+    return engine(tokenizer=ByteTokenizer())
 
 
 def same(left, right):
@@ -128,7 +129,7 @@ def test_cancelling_frees_lane_and_pages_at_the_next_step():
         await asyncio.sleep(0)
         for _ in range(20):
             sampler.step()
-        assert sampler.num_held_pages > 100
+        assert sampler.num_held_pages > 16 * 4
         assert {w.reason for w in sampler.waiting()} == {"decoding", "lanes"}
         for task in tasks:
             task.cancel()
@@ -166,6 +167,16 @@ def test_stop_ids_end_of_text_and_max_tokens_end_a_completion():
         ({"sample_index": 2**31}, "sample_index"),
         ({"stop_ids": (999,)}, "stop"),
         ({"stop_ids": tuple(range(10, 18))}, "at most 8"),
+        ({"top_k": -1}, "top_k must be at least 0"),
+        ({"top_p": 0.0}, r"top_p must be in \(0, 1\], got 0"),
+        ({"top_p": 1.5}, "top_p"),
+        ({"top_p": math.nan}, "top_p"),
+        ({"num_top": 21}, r"num_top must be in \[0, 20\], got 21"),
+        ({"num_top": -1}, "num_top"),
+        ({"timeout_s": 0.0}, "timeout_s must be above 0"),
+        ({"timeout_s": math.nan}, "timeout_s"),
+        ({"stop": ("END", "")}, "empty stop text"),
+        ({"stop": tuple("abcdefghi")}, "at most 8 stop texts, got 9"),
     ],
 )
 def test_bad_requests_are_refused_at_the_edge(sampler, changes, word):
@@ -247,7 +258,7 @@ def test_nothing_compiles_after_warm_up():
         monitoring.unregister_event_duration_listener(listen)
     assert (len(completions), compiled, sampler.num_programs) == (200, [], num_programs)
     assert sampler.num_held_pages == 0
-    assert set(spans.names) == {("sampler", "prefill"), ("sampler", "decode"), ("sampler", "publish")}
+    assert set(spans.names) == {("sampler", "prefill"), ("sampler", "decode"), ("sampler", "adapter")}
     assert 0.5 < sampler.occupancy <= 1
 
 

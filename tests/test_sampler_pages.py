@@ -149,7 +149,7 @@ def test_no_page_is_lost_and_none_has_two_writers(seed, num_pages):
 
 def _forget_unfilled(pool, nodes):
     for node in reversed(nodes):
-        if not node.num_users and not node.is_filled and node.is_cached and not node.children:
+        if not node.num_users and not node.is_filled and node in node.content.nodes and not node.children:
             pool.forget(node)
 
 

@@ -1,185 +1,326 @@
-"""The scheduler without a device: fair turns, places in the queue, and no page lost or written twice, whatever comes and goes."""
+"""The scheduler on a simulated device: fair turns, places in the queue, and what a dispatch is made of."""
 
 import random
 
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from sampler_builders import STEPS, FakeDevice, prompt, submit
+import pytest
+from sampler_simulation import STEPS, build
 
-from noria.sampler.pages import PagePool
-from noria.sampler.scheduler import Scheduler
-from noria.sampler.sequence import CHUNK, DecodeDispatch, PrefillDispatch
-from noria.sampler.slots import SlotTable
+from noria.errors import QueueFullError
+from noria.sampler.sequence import BLOCK_PAGES, CHUNK, DecodeDispatch, PrefillDispatch
+from noria.sampler.tenants import MAX_OVERTAKEN
 
 
-def build(num_pages=512, num_lanes=16, max_rows=4, runs=("",)):
-    slots = SlotTable(8)
-    for run_id in runs:
-        if run_id:
-            slots.advance(run_id, 0)
-    scheduler = Scheduler(PagePool(num_pages), slots, num_lanes=num_lanes, max_rows=max_rows)
-    return scheduler, FakeDevice(scheduler), slots
+def ids(length, seed=0):
+    rng = random.Random(seed)
+    return tuple(rng.randrange(3, 1000) for _ in range(length))
 
 
-def dispatches_until_finished(device, sequence):
-    for number in range(1, 10_000):
-        if sequence in (device.step() or []):
+def steps_until(device, is_so, limit=5000):
+    """Dispatches until it is so, looked at after each."""
+    for number in range(1, limit):
+        finished = device.step() or []
+        if is_so(finished):
             return number
-    raise AssertionError("never finished")
+    raise AssertionError("never")
 
 
-def test_a_flood_does_not_delay_another_tenant_beyond_its_fair_turn():
-    """Case 97: B's one request after A's 500 takes no longer than in a batch that both fill equally."""
-    scheduler, device, _ = build()
-    for number in range(500):
-        submit(scheduler, tenant="a", prompt=prompt(20, seed=number), max_tokens=40)
-    for _ in range(10):
-        device.step()
-    late = submit(scheduler, tenant="b", prompt=prompt(20, seed=999), max_tokens=40)
-    flooded = dispatches_until_finished(device, late)
+def run_steps(device, number):
+    return [sequence for _ in range(number) for sequence in device.step() or []]
 
-    scheduler, device, _ = build()
-    for number in range(16):
-        submit(scheduler, tenant="ab"[number % 2], prompt=prompt(20, seed=number), max_tokens=40)
-    for _ in range(10):
-        device.step()
-    fair = submit(scheduler, tenant="b", prompt=prompt(20, seed=999), max_tokens=40)
-    assert flooded <= 1.15 * dispatches_until_finished(device, fair) + 1
+
+def decodes(device):
+    return [dispatch for dispatch in device.dispatches if isinstance(dispatch, DecodeDispatch)]
+
+
+def prefills(device):
+    return [dispatch for dispatch in device.dispatches if isinstance(dispatch, PrefillDispatch)]
+
+
+def reasons(device):
+    return {one.request_id: (one.position, one.reason) for one in device.scheduler.waiting()}
+
+
+# Fairness
+
+
+def latecomer(num_flooding, num_fair, num_pages):
+    """Dispatches that tenant b's one request takes, after num_flooding of a's and num_fair of each, and those until its first row."""
+    device = build(num_pages)
+    for number in range(num_flooding):
+        device.submit(ids(20, number), tenant="a", max_tokens=40)
+    for number in range(num_fair):
+        device.submit(ids(20, number), tenant="ab"[number % 2], max_tokens=40)
+    run_steps(device, 10)
+    late = device.submit(ids(20, 999), tenant="b", max_tokens=40)
+    number = len(device.dispatches)
+    total = steps_until(device, lambda finished: late in finished)
+    rows = [[row.ids for row in d.rows] if isinstance(d, PrefillDispatch) else [] for d in device.dispatches[number:]]
+    first = next(n for n, ids_of_rows in enumerate(rows) if late.request.prompt_ids[:-1] in ids_of_rows)
+    return total, first
+
+
+@pytest.mark.parametrize("num_pages", [512, 40])
+def test_a_flood_does_not_delay_another_tenant_beyond_its_fair_turn(num_pages):
+    """Case 97: B's one request after A's 500 takes at most 1.15 times as long as in a batch that both fill equally, also when pages are short."""
+    flooded, first = latecomer(500, 0, num_pages)
+    fair, _ = latecomer(0, 16, num_pages)
+    assert first <= 1
+    assert flooded <= 1.15 * fair
 
 
 def test_a_newcomer_does_not_wait_for_long_requests_to_end():
-    scheduler, device, _ = build()
+    device = build()
     for number in range(40):
-        submit(scheduler, tenant="a", prompt=(number,), max_tokens=200)
-    for _ in range(5):
-        device.step()
-    late = submit(scheduler, tenant="b", prompt=prompt(20), max_tokens=8)
-    assert dispatches_until_finished(device, late) <= 4
+        device.submit((number + 3,), tenant="a", max_tokens=200)
+    run_steps(device, 5)
+    late = device.submit(ids(20), tenant="b", max_tokens=8)
+    assert steps_until(device, lambda finished: late in finished) <= 4
 
 
 def test_tenants_get_tokens_in_proportion_to_their_weights():
-    scheduler, device, _ = build(num_lanes=32)
-    scheduler.set_weight("heavy", 3.0)
+    device = build(widths=(32,))
+    device.scheduler.set_weight("heavy", 3.0)
     for number in range(200):
         for tenant in ("heavy", "light"):
-            submit(scheduler, tenant=tenant, prompt=prompt(10, seed=number), max_tokens=30)
-    for _ in range(60):
-        device.step()
+            device.submit(ids(10, number), tenant=tenant, max_tokens=30)
+    run_steps(device, 60)
     assert 2.5 < device.num_sampled["heavy"] / device.num_sampled["light"] < 3.5
 
 
-def test_more_tenants_than_tiles_take_turns():
-    scheduler, device, _ = build(num_lanes=16)
-    for name in "abcdef":
-        submit(scheduler, tenant=name, prompt=(5,), max_tokens=200)
-    for _ in range(30):
-        device.step()
-    assert len(device.num_sampled) == 6
+def test_more_tenants_than_lanes_take_turns():
+    device = build(widths=(8,), slots=32, runs="abcdefghijkl")
+    for name in "abcdefghijkl":
+        device.submit((5,), run=name, tenant=name, max_tokens=200)
+    run_steps(device, 30)
+    assert len(device.num_sampled) == 12
     assert max(device.num_sampled.values()) - min(device.num_sampled.values()) <= 2 * STEPS
+    assert "fairness" in {reason for _, reason in reasons(device).values()}
+
+
+def test_more_versions_than_slots_take_turns_and_say_so():
+    device = build(slots=3, runs="abcdef")
+    mine = [device.submit((5,), run=name, tenant=name, max_tokens=40) for name in "abcdef"]
+    device.step()
+    assert sorted(reason for _, reason in reasons(device).values()) == ["decoding"] * 2 + ["slot"] * 4
+    assert set(device.finish()) == set(mine)
+
+
+def test_pages_are_preempted_for_a_tenant_below_its_share_and_for_no_other():
+    device = build(40)
+    mine = [device.submit((5, number), tenant="a", max_tokens=240) for number in range(2)]
+    steps_until(device, lambda _: device.scheduler.pool.num_available < 10)
+    late = [device.submit(ids(8 * 16, number), tenant="b", max_tokens=20) for number in range(2)]
+    device.step()
+    assert [reasons(device)[s.request.request_id] for s in mine] == [(0, "decoding"), (0, "pages")], "the one admitted last goes back"
+    assert (late[0].turn, device.scheduler.counts.num_preempted) == (2, 1)
+    assert reasons(device)[late[1].request.request_id][1] == "fairness", "its tenant holds its share"
+    assert set(device.finish()) == {*mine, *late}
+    assert device.scheduler.counts.num_preempted < 10
+
+
+# Prefills
 
 
 def test_a_long_prompt_does_not_stall_decoding():
-    scheduler, device, _ = build()
-    submit(scheduler, prompt=(5,), max_tokens=60)
+    device = build(widths=(8, 16))
+    device.submit((5,), max_tokens=60)
     device.step()
-    submit(scheduler, prompt=prompt(2000), max_tokens=4)
-    for _ in range(12):
-        device.step()
-    kinds = [type(dispatch) for dispatch in device.dispatches[1:]]
-    assert kinds == [PrefillDispatch, DecodeDispatch] * 6
-    assert all(len(dispatch.rows) <= 4 for dispatch in device.dispatches if isinstance(dispatch, PrefillDispatch))
+    device.submit(ids(2000), max_tokens=4)
+    run_steps(device, 12)
+    assert [type(dispatch) for dispatch in device.dispatches[1:]] == [PrefillDispatch, DecodeDispatch] * 6
+    assert all(len(dispatch.rows) <= 4 for dispatch in prefills(device))
+
+
+def test_a_long_prompt_neither_holds_up_short_ones_of_its_tenant_nor_is_held_up_by_them():
+    device = build(1024, rows=4)
+    long = device.submit(ids(4000), max_tokens=4)
+    run_steps(device, 2)
+    page = long.table[0]
+    for number in range(30):
+        short = device.submit(ids(40, number + 1), max_tokens=4)
+        assert steps_until(device, lambda _, short=short: short.sampled_ids) <= 4
+    assert not long.is_prefilled
+    assert all(page in {row.table[0] for row in dispatch.rows} for dispatch in prefills(device))
+    assert {len(dispatch.rows) for dispatch in prefills(device)} == {4}
 
 
 def test_rows_of_one_prompt_are_consecutive_and_cover_all_but_the_last_id():
-    scheduler, device, _ = build()
-    ids = prompt(300)
-    submit(scheduler, prompt=ids, max_tokens=1)
-    while device.step() is not None:
-        pass
-    rows = [row for dispatch in device.dispatches if isinstance(dispatch, PrefillDispatch) for row in dispatch.rows]
-    assert tuple(i for row in rows for i in row.ids) == ids[:-1]
+    device = build()
+    prompt = ids(300)
+    device.submit(prompt, max_tokens=1)
+    device.finish()
+    rows = [row for dispatch in prefills(device) for row in dispatch.rows]
+    assert tuple(i for row in rows for i in row.ids) == prompt[:-1]
     assert [row.start for row in rows] == list(range(0, 299, CHUNK))
 
 
+def test_a_scored_prompt_is_prefilled_whole_in_rows_of_its_own_and_then_cached_for_others():
+    device = build()
+    prompt = ids(100)
+    device.submit(prompt, max_tokens=1)
+    device.finish()
+    scored = device.submit(prompt, max_tokens=1, wants_prompt=True)
+    other = device.submit(ids(100, 1), max_tokens=1)
+    assert set(device.finish()) == {scored, other}
+    assert scored.prompt_logprobs == [-float(token) for token in prompt[1:]]
+    assert other.prompt_logprobs == []
+    assert device.counts["prefilled"] == 3 * 99
+    again = device.submit(ids(100, 2), wants_prompt=True)
+    device.finish()
+    device.submit(again.request.prompt_ids)
+    device.finish()
+    assert device.counts["prefilled"] == 4 * 99
+
+
+# Queues
+
+
 def test_a_request_too_big_for_now_waits_and_is_not_overtaken():
-    scheduler, device, _ = build(num_pages=40)
-    first = submit(scheduler, prompt=(5,), max_tokens=500)
+    device = build(40)
+    first = device.submit(ids(400), max_tokens=100)
     device.step()
-    big = submit(scheduler, prompt=(6,), max_tokens=400)
-    small = submit(scheduler, prompt=(7,), max_tokens=4)
+    big = device.submit(ids(300, 1), max_tokens=4)
+    small = device.submit((7,), max_tokens=4)
     device.step()
-    waiting = {w.request_id: (w.position, w.reason) for w in scheduler.waiting()}
-    assert waiting == {first.request.request_id: (0, "decoding"), big.request.request_id: (0, "pages"), small.request.request_id: (1, "pages")}
-    finished = [sequence for _ in range(300) for sequence in device.step() or []]
-    assert finished.index(first) == 0
-    assert set(finished) == {first, big, small}
+    assert reasons(device) == {first.request.request_id: (0, "prefill"), big.request.request_id: (0, "pages"), small.request.request_id: (1, "pages")}
+    assert device.finish() == [first, small, big]
+    assert device.scheduler.counts.num_preempted == 0
+
+
+def test_a_tenant_may_have_so_many_waiting_and_no_more():
+    device = build(widths=(8,), max_waiting=3)
+    for number in range(8):
+        device.submit((5, number), tenant="a", max_tokens=100)
+        device.step()
+    for _ in range(3):
+        device.submit((5,), tenant="a")
+    with pytest.raises(QueueFullError, match="position 3 of tenant 'a', of which max_waiting = 3"):
+        device.submit((5,), tenant="a")
+    device.submit((5,), tenant="b")
+    assert len(device.finish()) == 12
+
+
+def test_a_warm_continuation_goes_before_cold_requests_but_not_for_ever():
+    device = build(widths=(8,))
+    episodes = [device.submit(ids(60, number), episode=f"e{number}", max_tokens=4) for number in range(20)]
+    device.finish()
+    running = [device.submit((5, number), max_tokens=400) for number in range(8)]
+    device.step()
+    cold = device.submit(ids(60, 100), max_tokens=4)
+    warm = [device.submit((*s.request.prompt_ids, *s.sampled_ids, 7), episode=s.request.episode_id, max_tokens=4) for s in episodes]
+    order = [one for one in device.scheduler.sequences() if one not in running]
+    assert order == [*warm[:MAX_OVERTAKEN], cold, *warm[MAX_OVERTAKEN:]]
+    assert reasons(device)[cold.request.request_id] == (MAX_OVERTAKEN, "lanes")
+    for one in running:
+        device.scheduler.cancel(one)
+    done = device.finish()
+    assert done.index(cold) <= MAX_OVERTAKEN + 8
+
+
+def test_a_cancelled_request_leaves_room_at_once():
+    device = build(40)
+    big = device.submit(ids(500), max_tokens=4)
+    late = device.submit(ids(500, 1), max_tokens=4)
+    device.step()
+    assert late.turn < 0
+    device.scheduler.cancel(big)
+    assert device.scheduler.pool.num_held == 0
+    device.step()
+    assert late.turn >= 0
+    device.scheduler.cancel(late)
+    assert (device.scheduler.has_work, device.scheduler.plan()) == (False, None)
+
+
+def test_expired_requests_are_named_once_and_finished_ones_never():
+    device = build()
+    soon, later, done = (device.submit((5, n), max_tokens=n, deadline_s=at) for n, at in ((90, 10.0), (90, 20.0), (4, 5.0)))
+    steps_until(device, lambda finished: done in finished)
+    assert device.scheduler.expired(9.9) == []
+    assert device.scheduler.expired(10.0) == [soon]
+    assert device.scheduler.expired(15.0) == []
+    device.scheduler.cancel(soon)
+    assert device.scheduler.expired(99.0) == [later]
+
+
+# Versions
+
+
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_after_a_publish_keys_and_values_are_kept_or_computed_anew(recomputes):
+    device = build(runs="a", recomputes=recomputes)
+    mine = device.submit(ids(50), run="a", max_tokens=40)
+    pinned = device.submit(ids(50), run="a", version=0, max_tokens=40)
+    run_steps(device, 4)
+    num_sampled = len(mine.sampled_ids)
+    assert 0 < num_sampled < 40
+    device.slots.advance("a", 1, ("a", 1))
+    if recomputes:
+        device.scheduler.publish_moved("a")
+    assert set(device.finish()) == {mine, pinned}
+    assert mine.versions == [0] * num_sampled + [1] * (40 - num_sampled)
+    assert (mine.num_mixed, device.counts["prefilled"]) == ((0, 49 + 49 + num_sampled) if recomputes else (40 - num_sampled, 49))
+    assert (pinned.versions, pinned.num_mixed) == ([0] * 40, 0)
+    device.submit(ids(50), run="a", version=None, max_tokens=1)
+    device.finish()
+    assert device.counts["prefilled"] == 49 + 49 + (num_sampled if recomputes else 0), "version 1 finds its own pages only"
+
+
+# Tiles
 
 
 def test_tiles_hold_one_slot_each():
-    scheduler, device, slots = build(runs=("", "a", "b"))
+    device = build(runs="ab")
     for number in range(30):
-        submit(scheduler, run=("", "a", "b")[number % 3], tenant="xy"[number % 2], prompt=prompt(3, seed=number), max_tokens=9)
-    while device.step() is not None:
-        pass
-    for dispatch in device.dispatches:
-        if isinstance(dispatch, DecodeDispatch):
-            assert dispatch.num_lanes <= 16
-            for tile in dispatch.tiles:
-                assert {slots.slot(s.request.run_id, 0) for s in tile.sequences} == {tile.slot}
-                assert len(tile.sequences) <= 8
+        device.submit(ids(3, number), run=("", "a", "b")[number % 3], tenant="xy"[number % 2], max_tokens=9)
+    device.finish()  # the device checks each tile
+    assert all(dispatch.num_lanes <= 16 for dispatch in decodes(device))
 
 
-@settings(max_examples=60, deadline=None)
-@given(st.integers(0, 2**32), st.integers(24, 80))
-def test_whatever_comes_and_goes_pages_have_one_writer_and_everything_ends(seed, num_pages):
-    rng = random.Random(seed)
-    scheduler, device, slots = build(num_pages=num_pages, runs=("", "a"))
-    scheduler.set_deterministic("a", is_deterministic=rng.random() < 0.5)
-    live, versions, done = [], 0, 0
-    for _ in range(120):
-        action = rng.random()
-        if action < 0.3 and len(live) < 40:
-            episode = rng.choice(("", "e1", "e2"))
-            ids = tuple(rng.randrange(2) for _ in range(rng.randrange(1, 100)))
-            live.append(
-                submit(scheduler, run=rng.choice(("", "a")), tenant=rng.choice("tu"), prompt=ids, episode=episode, max_tokens=rng.randrange(1, 60))
-            )
-        elif action < 0.4 and live:
-            scheduler.cancel(live.pop(rng.randrange(len(live))))
-        elif action < 0.45 and slots.has_room("a"):
-            versions += 1
-            slots.advance("a", versions)
-        else:
-            before, num_dispatches = live.copy(), len(device.dispatches)
-            for sequence in device.step() or []:
-                live.remove(sequence)
-                done += 1
-            _check_prefilled_pages(device.dispatches[num_dispatches:], before)
-        _check_writers(live)
-    while (finished := device.step()) is not None:
-        done += len(finished)
-        for sequence in finished:
-            live.remove(sequence)
-    assert (live, scheduler.pool.num_held, scheduler.has_work) == ([], 0, False)
-    assert slots.num_free == 6
+def test_a_tile_is_a_lane_where_that_makes_a_dispatch_narrower_or_serves_more():
+    device = build(widths=(8, 32), slots=32, runs="abcdefghijkl")
+    for name in "abcdef":
+        device.submit((5,), run=name, tenant=name, max_tokens=8)
+    device.step()
+    assert decodes(device)[-1].lanes_per_tile == 1, "six runs in eight lanes"
+    for name in "ghijkl":
+        device.submit((5,), run=name, tenant=name, max_tokens=8)
+    device.step()
+    assert (decodes(device)[-1].lanes_per_tile, decodes(device)[-1].num_lanes) == (1, 12), "twelve tiles of eight do not fit"
+    device.finish()
+    for number in range(9):
+        device.submit((5, number), run="a", max_tokens=8)
+    device.step()
+    assert decodes(device)[-1].lanes_per_tile == 8, "32 lanes either way"
 
 
-def _check_writers(live):
-    active = [sequence for sequence in live if sequence.table]
-    own = [page for sequence in active for page in sequence.own_pages]
-    shared = {node.page for sequence in active for node in sequence.chain}
-    assert len(own) == len(set(own))
-    assert not shared & set(own)
-    for sequence in active:
-        assert len(sequence.table) == sequence.num_table_pages
-        assert tuple(i for node in sequence.chain for i in node.ids) == sequence.request.prompt_ids[: 16 * len(sequence.chain)]
+def test_lanes_of_one_prompt_lie_in_one_tile_and_read_it_once():
+    device = build(1024, widths=(8, 32), rows=16)
+    for member in range(8):
+        for prompt in range(3):
+            device.submit(ids(300 + 100 * prompt, prompt), tenant="ab"[member % 2], max_tokens=40)
+    device.submit(ids(50, 9), max_tokens=40)
+    device.finish()
+    dispatch = next(dispatch for dispatch in decodes(device) if dispatch.num_lanes == 25)
+    assert sorted(tile.num_shared for tile in dispatch.tiles) == [0, 16, 24, 24]
 
 
-def _check_prefilled_pages(dispatches, live):
-    """A prefill writes only to pages that a request waits for, and that none has of its own."""
-    waited_for = {node.page for s in live for node in (*s.chain, *([s.source] if s.source else []))}
-    own = {page for s in live for page in s.own_pages}
-    for row in (row for dispatch in dispatches if isinstance(dispatch, PrefillDispatch) for row in dispatch.rows):
-        written = set(row.table[row.start // 16 :])
-        assert written <= waited_for
-        assert not written & own
+def test_a_shared_prefix_ends_where_the_first_lane_of_its_tile_leaves_it():
+    device = build(1024, widths=(8, 32), rows=16)
+    stem = ids(400)
+    for member in range(4):
+        device.submit((*stem[: 150 + 60 * member], *ids(200, member + 1)), max_tokens=40)
+    device.finish()
+    assert {d.tiles[0].num_shared for d in decodes(device) if d.num_lanes == 4} == {BLOCK_PAGES}
+
+
+def test_lanes_of_a_deterministic_run_share_no_reads():
+    device = build(1024, widths=(8, 32), runs="d", fixed=(32, 4))
+    device.scheduler.set_deterministic("d", is_deterministic=True)
+    for run in ("d", ""):
+        for _ in range(4):
+            device.submit(ids(300), run=run, max_tokens=4)
+    device.finish()
+    shared = {
+        (device.in_slot[tile.slot][0], tile.num_shared > 0) for dispatch in decodes(device) for tile in dispatch.tiles if len(tile.sequences) == 4
+    }
+    assert shared == {("d", False), ("", True)}

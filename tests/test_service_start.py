@@ -8,14 +8,13 @@ from service_builders import Letters, add, reached, run_config, server_config, s
 
 from noria.buffer.tables import CURSORS
 from noria.config import ServerConfig, parse
-from noria.errors import ConfigError, SlotsExhaustedError, StateConflictError
+from noria.errors import ConfigError, PublishProofError, StateConflictError
 from noria.service import store
 
 REFUSED = [
     ({"adapter": {"rank": 16}}, {}, ConfigError, "rank classes"),
     ({"base": "smollm2-135m"}, {}, ConfigError, "base"),
     ({"adapter": {"train_unembed": True}}, {}, ConfigError, "has_unembed"),
-    ({"deadlines": {"publish_s": 4.0}}, {"sampler": {"num_slots": 2}}, SlotsExhaustedError, "no adapter slot is free"),
     ({}, {"sampler": {"max_context": 32}, "max_tokens": 32}, ConfigError, "no room for a prompt"),
 ]
 
@@ -45,16 +44,19 @@ def test_a_run_that_is_refused_leaves_nothing_behind(tmp_path, run, server, erro
 
 
 def test_a_resumed_run_that_is_refused_stays_as_it_was(tmp_path):
-    config = run_config(num_tasks=0, deadlines={"publish_s": 4.0})
+    config = run_config(num_tasks=0)
 
     async def finish():
         async with serving(tmp_path, (config, Letters)) as server:
             assert await server.finished() == {}
 
     async def refuse():
-        async with serving(tmp_path, (run_config("other", num_tasks=0, algorithm={"steps": 500}), Letters), sampler={"num_slots": 2}) as server:
-            with pytest.raises(SlotsExhaustedError):
+        async with serving(tmp_path, (run_config("other", num_tasks=0, algorithm={"steps": 500}), Letters)) as server:
+            sampler, checksum = server.stages.sampler, server.stages.sampler.checksum
+            sampler.checksum = lambda run_id, version: checksum(run_id, version) ^ (run_id == config.name)
+            with pytest.raises(PublishProofError, match="checksum"):
                 await add(server, config, resume=True)
+            assert await server.stages.on_device(lambda: sampler.num_versions, 60, "the versions") == 1
             assert (await stored(server, store.find_run, "run")).status == store.FINISHED
             with pytest.raises(StateConflictError, match="active already"):
                 await add(server, server.runs["other"].config, resume=True)
@@ -62,6 +64,18 @@ def test_a_resumed_run_that_is_refused_stays_as_it_was(tmp_path):
 
     asyncio.run(finish())
     asyncio.run(refuse())
+
+
+def test_more_runs_than_the_sampler_has_slots_train_side_by_side(tmp_path):
+    async def main():
+        runs = [(run_config(f"run-{n}", algorithm={"steps": 3}), Letters) for n in range(4)]
+        async with serving(tmp_path, *runs, sampler={"num_slots": 2}) as server:
+            assert await server.finished() == {}
+            assert {run.progress.version for run in server.runs.values()} == {3}
+            sampler = server.stages.sampler
+            assert await server.stages.on_device(lambda: (sampler.num_versions, sampler.num_free_slots), 60, "the slots") == (0, 1)
+
+    asyncio.run(main())
 
 
 def test_a_tenant_has_the_sum_of_its_active_runs_weights_in_the_sampler(tmp_path):

@@ -6,7 +6,7 @@ Either way ids only ever grow at the end, unless a chat's template rewrites hist
 here and never written: nothing is encoded that was sampled.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TypeAlias, TypeVar, final
 
 from noria.actors.rules import EpisodeRules, Seams
@@ -21,7 +21,7 @@ T = TypeVar("T")
 def dialogue_of(prompt: str | Prompt, seams: Seams, rules: EpisodeRules) -> "Dialogue":
     """The dialogue that a prompt opens. Raises ChatTemplateError for messages to a base without a chat template."""
     if isinstance(prompt, str):
-        return TextDialogue(prompt, seams.tokenizer, rules.stop_ids)
+        return TextDialogue(prompt, seams.tokenizer, rules.stop_ids, rules.stop)
     if seams.chat is None:
         raise ChatTemplateError(
             "the environment's reset returned messages, and the run's base has no chat template: return text, or take a base that has one"
@@ -34,12 +34,17 @@ def action_of(sampled_ids: Ids, stop_ids: Ids) -> Ids:
     return sampled_ids[:-1] if sampled_ids and sampled_ids[-1] in stop_ids else sampled_ids
 
 
+def text_before(text: str, stop: Iterable[str]) -> str:
+    """`text` up to where the first of the stop texts begins; all of it, if it contains none."""
+    return text[: min((place for end in stop if (place := text.find(end)) >= 0), default=len(text))]
+
+
 @final
 class TextDialogue:
     """Plain text: each observation is encoded once and appended. The first begins with the model's BOS, once."""
 
-    def __init__(self, prompt: str, tokenizer: Tokenizer, stop_ids: Ids) -> None:
-        self._prompt, self._tokenizer, self.stop_ids = prompt, tokenizer, stop_ids
+    def __init__(self, prompt: str, tokenizer: Tokenizer, stop_ids: Ids, stop: tuple[str, ...] = ()) -> None:
+        self._prompt, self._tokenizer, self.stop_ids, self._stop = prompt, tokenizer, stop_ids, stop
 
     async def begin(self) -> Ids:
         """Raises InvalidRequestError for a character that the vocabulary cannot spell."""
@@ -48,7 +53,7 @@ class TextDialogue:
 
     async def hear(self, sampled_ids: Ids) -> str:
         """The sampled text, the stop that ended it left out."""
-        return self._tokenizer.decode(action_of(sampled_ids, self.stop_ids))
+        return text_before(self._tokenizer.decode(action_of(sampled_ids, self.stop_ids)), self._stop)
 
     async def answer(self, step: Step) -> Continuation:
         """Raises InvalidRequestError, as `begin`."""
@@ -71,7 +76,7 @@ class ChatDialogue:
         return ids
 
     async def hear(self, sampled_ids: Ids) -> Message:
-        """The sampled message, with its tool calls parsed."""
+        """The sampled message, with its tool calls parsed. A stop text stays in it: the template shows it again."""
         assert self._conversation is not None, "begin it first"
         return await self._in_thread(self._conversation.hear, sampled_ids)
 

@@ -23,6 +23,9 @@ from noria.seeds import derive_seed
 from noria.text.chat import Continuation
 from noria.types import Completion, Episode, Ids, SampleRequest, SamplingParams, Task, Turn
 
+SAMPLE_MARGIN_S = 5.0
+"""The sampler's own deadline comes first, since it knows what a request was waiting for; this much later comes that of a sampler which hangs."""
+
 SEED_BITS = 31
 """Request seeds fit in a non-negative int32, which every random generator takes."""
 
@@ -89,13 +92,23 @@ class _Play:
             run_id=rules.run_id,
             episode_id=self.episode_id,
             prompt_ids=self.path[: continuation.keep] + continuation.ids,
-            params=SamplingParams(rules.max_tokens, rules.temperature, self.stop_ids, self._seed(turn)),
+            params=SamplingParams(
+                rules.max_tokens,
+                rules.temperature,
+                self.stop_ids,
+                self._seed(turn),
+                top_k=rules.top_k,
+                top_p=rules.top_p,
+                stop=rules.stop,
+            ),
             version=rules.version,
+            timeout_s=rules.deadlines.sample_s,
         )
         try:
             with self._span("sample", is_wait=True):
                 sample = self.seams.sampler.sample(request)
-                completion = await self.seams.clock.wait_for(sample, rules.deadlines.sample_s, f"sample request {request.request_id}")
+                limit_s = request.timeout_s + SAMPLE_MARGIN_S
+                completion = await self.seams.clock.wait_for(sample, limit_s, f"sample request {request.request_id}")
         except PromptTooLongError:
             if turn == 0:
                 raise

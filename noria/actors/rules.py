@@ -29,8 +29,9 @@ class Seams:
 class EpisodeRules:
     """How a run's episodes are played.
 
-    seed: the run file's. max_tokens: per turn. temperature: 0 is greedy, for evaluation. stop_ids: end a turn. version: None follows the run's
-    newest published version, a number pins that one. reward_weights: by name of a reward component; with any, the reward is their weighted sum.
+    seed: the run file's. max_tokens: per turn. temperature: 0 is greedy, for evaluation. stop_ids, stop: ids and texts that end a turn. version: None
+    follows the run's newest published version, a number pins that one. reward_weights: by name of a reward component; with any, the reward is their
+    weighted sum. top_k, top_p: for evaluation only, since such tokens do not train.
     """
 
     tenant: str
@@ -44,10 +45,14 @@ class EpisodeRules:
     deadlines: DeadlinesConfig
     version: int | None = None
     reward_weights: Mapping[str, float] = field(default_factory=dict)
+    stop: tuple[str, ...] = ()
+    top_k: int = 0
+    top_p: float = 1.0
 
 
 def rules_of(config: RunConfig, run_id: str, environment: EnvironmentFactory, tokenizer: Tokenizer) -> EpisodeRules:
-    """The rules that a run file states. Raises ConfigError for a stop text that is not one token."""
+    """The rules that a run file states."""
+    ids, texts = stops(config.sampling.stop, tokenizer)
     return EpisodeRules(
         tenant=config.tenant,
         run_id=run_id,
@@ -55,16 +60,24 @@ def rules_of(config: RunConfig, run_id: str, environment: EnvironmentFactory, to
         seed=config.seed,
         max_tokens=config.sampling.max_tokens,
         temperature=config.sampling.temperature,
-        stop_ids=stop_ids(config.sampling.stop, tokenizer),
+        stop_ids=ids,
         max_turns=config.actors.max_turns,
         deadlines=config.deadlines,
         reward_weights=config.environment.rewards,
+        stop=texts,
     )
 
 
-def stop_ids(texts: tuple[str, ...], tokenizer: Tokenizer) -> Ids:
-    """The ids that end a turn of the base, then the id of each stop text. Raises ConfigError for a text that is not exactly one token."""
-    try:
-        return tuple(dict.fromkeys((*tokenizer.end_ids, *(tokenizer.token_id(text) for text in texts))))
-    except ConfigError as error:
-        raise ConfigError(f"sampling.stop: {error}") from error
+def stops(texts: tuple[str, ...], tokenizer: Tokenizer) -> tuple[Ids, tuple[str, ...]]:
+    """What ends a turn: the ids that end one of the base, then that of each stop text that is exactly one token; and the other stop texts.
+
+    So a special token, which no decoded text contains, can be a stop text, and a line end can be one without ending a turn at every token that has
+    one inside.
+    """
+    ids, others = list(tokenizer.end_ids), []
+    for text in texts:
+        try:
+            ids.append(tokenizer.token_id(text))
+        except ConfigError:
+            others.append(text)
+    return tuple(dict.fromkeys(ids)), tuple(others)

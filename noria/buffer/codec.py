@@ -3,7 +3,8 @@
     magic | header size (uint32) | header (JSON) | observation ids | sampled ids | versions (int32 each) | behavior_logprobs (float32 or float64)
 
 Little endian throughout. log-probabilities take 4 bytes where all of them are float32 numbers, as a sampler's are, else 8: nothing is rounded. A
-turn's header ends with its `keep`, if it has one.
+turn's header ends with what few turns have (`_RARE`), as far as this one has any of it: so what an earlier release stored still decodes. What was
+likely instead (`Completion.top`), and the log-probabilities of a prompt, are answers to whoever asked, and not stored.
 """
 
 import json
@@ -18,6 +19,9 @@ from noria.types import Completion, Episode, EpisodeGroup, Task, Turn
 
 _MAGIC = b"NGR1"
 _PREFIX_BYTES = len(_MAGIC) + 4
+
+_RARE = (None, True, 0)
+"""What a turn has unless its header says otherwise: `keep`, and of its completion `is_trainable` and `num_mixed`. New ones come last."""
 
 
 def encode_group(group: EpisodeGroup) -> bytes:
@@ -82,7 +86,8 @@ def _episode_header(episode: Episode) -> list[Any]:
 
 def _turn_header(turn: Turn) -> list[Any]:
     header = [len(turn.observation_ids), len(turn.completion.sampled_ids), turn.completion.finish_reason, turn.temperature]
-    return header if turn.keep is None else [*header, turn.keep]
+    rare = [turn.keep, turn.completion.is_trainable, turn.completion.num_mixed]
+    return header + rare[: max((place for place, value in enumerate(rare, 1) if value != _RARE[place - 1]), default=0)]
 
 
 class _Reader:
@@ -95,9 +100,11 @@ class _Reader:
         episode_id, member, reward, truncated, parts, turns = header
         return Episode(episode_id, member, tuple(self._turn(*turn) for turn in turns), reward, truncated, tuple((k, v) for k, v in parts))
 
-    def _turn(self, num_observed: int, num_sampled: int, finish_reason: Any, temperature: float, keep: int | None = None) -> Turn:
+    def _turn(self, num_observed: int, num_sampled: int, finish_reason: Any, temperature: float, *rare: Any) -> Turn:
+        keep, is_trainable, num_mixed = rare + _RARE[len(rare) :]
         observed = tuple(islice(self._observed, num_observed))
         sampled = tuple(islice(self._sampled, num_sampled))
         logprobs = tuple(islice(self._logprobs, num_sampled))
         versions = tuple(islice(self._versions, num_sampled))
-        return Turn(observed, Completion(sampled, logprobs, versions, finish_reason), temperature, keep)
+        completion = Completion(sampled, logprobs, versions, finish_reason, is_trainable=is_trainable, num_mixed=num_mixed)
+        return Turn(observed, completion, temperature, keep)

@@ -57,9 +57,13 @@ class AdapterState(NamedTuple):
 class Deltas(Protocol):
     """What adapts one layer's projections."""
 
-    def add(self, module: str, x_RCI: jax.Array, y_RCO: jax.Array) -> jax.Array:
-        """y plus the rows' deltas of a module whose input is x, float32."""
+    def add(self, modules: tuple[str, ...], x_RCI: jax.Array, ys: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        """For each of the modules whose input is x, all that are or one: its y [R, C, O] plus the rows' deltas, float32."""
         ...
+
+
+INPUT_GROUPS = (("q", "k", "v"), ("o",), ("gate", "up"), ("down",))
+"""Modules that read the same input, in the order of MODULES."""
 
 
 class RowAdapters(NamedTuple):
@@ -69,9 +73,9 @@ class RowAdapters(NamedTuple):
     b: Mapping[str, jax.Array]
     scale_R: jax.Array
 
-    def add(self, module: str, x_RCI: jax.Array, y_RCO: jax.Array) -> jax.Array:
+    def add(self, modules: tuple[str, ...], x_RCI: jax.Array, ys: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         """See `Deltas`."""
-        return y_RCO + delta(x_RCI, self.a[module], self.b[module], self.scale_R)
+        return tuple(y + delta(x_RCI, self.a[module], self.b[module], self.scale_R) for module, y in zip(modules, ys, strict=True))
 
 
 def module_sizes(config: ModelConfig) -> dict[str, tuple[int, int]]:

@@ -63,14 +63,19 @@ def head_product(params: Mapping[str, Any], normed_MD: jax.Array) -> jax.Array:
     )
 
 
-def project(weights: Weights, adapters: Deltas | None, name: str, x_RCI: jax.Array) -> jax.Array:
-    """x @ weight + bias + the rows' LoRA deltas, float32 [R, C, O]; the base product runs in the weight's dtype."""
-    weight, bias_O = weights[name], weights.get(f"{name}_bias")
+def project(weights: Weights, adapters: Deltas | None, names: tuple[str, ...], x_RCI: jax.Array) -> tuple[jax.Array, ...]:
+    """Of each module that reads x: x @ weight + bias + the rows' LoRA deltas, float32 [R, C, O]; base products run in the weights' dtype."""
     rows, length, size = x_RCI.shape
-    x = x_RCI.reshape(rows * length, size).astype(weight.dtype)
-    y = jnp.matmul(x, weight, preferred_element_type=jnp.float32, precision=precision_of(weight)).reshape(rows, length, -1)
-    y = y if bias_O is None else y + bias_O
-    return y if adapters is None else adapters.add(name, x_RCI, y)
+    x_WI = x_RCI.reshape(rows * length, size)
+
+    def base(name: str) -> jax.Array:
+        weight, bias_O = weights[name], weights.get(f"{name}_bias")
+        y = jnp.matmul(x_WI.astype(weight.dtype), weight, preferred_element_type=jnp.float32, precision=precision_of(weight))
+        y = y.reshape(rows, length, -1)
+        return y if bias_O is None else y + bias_O
+
+    ys = tuple(base(name) for name in names)
+    return ys if adapters is None else adapters.add(names, x_RCI, ys)
 
 
 def before_attention(
@@ -79,7 +84,7 @@ def before_attention(
     """Norm, q/k/v projections, head norms where the model has them, rotary: q [R, C, N, H], k and v [R, C, K, H]."""
     h = rms_norm(x_RCD, weights["attn_norm"], config.rms_norm_eps)
     heads = (*x_RCD.shape[:2], -1, config.head_dim)
-    q, k, v = (project(weights, adapters, name, h).reshape(heads) for name in ("q", "k", "v"))
+    q, k, v = (y.reshape(heads) for y in project(weights, adapters, ("q", "k", "v"), h))
     if config.qk_norm:
         q, k = (rms_norm(x, weights[f"{name}_norm"], config.rms_norm_eps) for name, x in (("q", q), ("k", k)))
     return rotate(q, angles), rotate(k, angles), v
@@ -87,10 +92,12 @@ def before_attention(
 
 def after_attention(weights: Weights, adapters: Deltas | None, x_RCD: jax.Array, out_RCNH: jax.Array, config: ModelConfig) -> jax.Array:
     """Output projection, residual, norm, gated MLP, residual: the layer's output [R, C, D]."""
-    x = x_RCD + project(weights, adapters, "o", out_RCNH.reshape(*x_RCD.shape[:2], -1))
+    (o,) = project(weights, adapters, ("o",), out_RCNH.reshape(*x_RCD.shape[:2], -1))
+    x = x_RCD + o
     h = rms_norm(x, weights["mlp_norm"], config.rms_norm_eps)
-    gated = jax.nn.silu(project(weights, adapters, "gate", h)) * project(weights, adapters, "up", h)
-    return x + project(weights, adapters, "down", gated)
+    gate, up = project(weights, adapters, ("gate", "up"), h)
+    (down,) = project(weights, adapters, ("down",), jax.nn.silu(gate) * up)
+    return x + down
 
 
 def block(weights: Weights, adapters: Deltas | None, x_RCD: jax.Array, *, angles: Angles, attention: Attention, config: ModelConfig) -> jax.Array:

@@ -6,7 +6,8 @@
 Most losses need no scores: a group's rewards are all there is. A critic's advantages come from its values before the step (`rl/returns.py`), a
 penalty in the reward from the reference's log-probabilities (`rl/kl.py`); both are of the same tokens, in the same order.
 
-A trainable token is one that was sampled at a temperature above 0; others are, to all of this, the environment's.
+A trainable token is one that was drawn from the whole policy at a temperature above 0 (`types.Turn.is_trainable`); others are, to all of this, the
+environment's.
 
 Shape letters: M trainable token, G group member.
 """
@@ -182,12 +183,12 @@ def trained_turns(group: EpisodeGroup, algorithm: AlgorithmConfig) -> tuple[tupl
     Raises RewardNotFiniteError: see `group_advantages`.
     """
     trained = trained_members(group, algorithm) if _trains(group, algorithm) else frozenset()
-    return tuple(tuple(e.member in trained and turn.temperature > 0 for turn in e.turns) for e in _members(group))
+    return tuple(tuple(e.member in trained and turn.is_trainable for turn in e.turns) for e in _members(group))
 
 
 def trainable_turns(episode: Episode) -> list[Turn]:
     """The turns that have trainable tokens."""
-    return [turn for turn in episode.turns if turn.temperature > 0 and turn.completion.sampled_ids]
+    return [turn for turn in episode.turns if turn.is_trainable]
 
 
 def _members(group: EpisodeGroup) -> list[Episode]:

@@ -106,8 +106,8 @@ def build_batch(groups: Sequence[EpisodeGroup], algorithm: AlgorithmConfig, scor
     one. What is trained, with which weight:
         advantages    from the raw rewards of all episodes of a group (`penalize` gives a truncated one reward 0 first; `kl = "reward"` adds the
                       penalty); with a critic, per token, from its values; in pairs, 1 of the chosen and -1 of the rejected
-        not trained   tokens sampled at temperature 0; truncated episodes under `truncated = "mask"`; unless `zero_signal = "train"`, groups of
-                      which nothing is left to learn from (`credit.has_signal`): they change nothing of the tree
+        not trained   tokens sampled at temperature 0, or with top-k or top-p; truncated episodes under `truncated = "mask"`; unless `zero_signal =
+                      "train"`, groups of which nothing is left to learn from (`credit.has_signal`): they change nothing of the tree
         weight_M      1 / denominator, which counts what is left: "tokens" 1 / the number of tokens; "episodes" and "groups" give each episode or
                       group the same total weight, spread evenly over its tokens, all together 1; "none" 1. In pairs, that of the pair on each of
                       its tokens: "tokens" 1 / the number of pairs; "groups" the same total weight for each group; "none" 1
@@ -186,7 +186,7 @@ def _rows(candidate: Candidate, weight: float) -> Iterator[Row]:
     for turns in _unforked(candidate.of.episode.turns):
         head_T = path_T[: turns[0].keep]
         path_T = np.concatenate([head_T, *(_array(ids, np.int32) for turn in turns for ids in _ids_of(turn))])
-        if any(turn.temperature > 0 and turn.completion.sampled_ids for turn in turns):
+        if any(turn.is_trainable for turn in turns):
             row = _row(candidate, weight, path_T, turns, first=num_before, num_kept=len(head_T))
             num_before += len(row.target_M)
             yield row
@@ -200,7 +200,7 @@ def _row(candidate: Candidate, weight: float, path_T: IntArray, turns: Sequence[
     for turn in turns:
         start = length + len(turn.observation_ids)
         length = start + len(turn.completion.sampled_ids)
-        if turn.temperature > 0 and length > start:
+        if turn.is_trainable:
             depths.append(np.arange(start - 1, length - 1, dtype=np.int32))
             trained.append(turn)
     depth_M = np.concatenate(depths)

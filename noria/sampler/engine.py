@@ -1,45 +1,45 @@
-"""The sampler as its users see it: `sample` on the event loop, `step` on the device thread.
+"""The sampler as its users see it: `sample` and `stream` on the event loop, `step` on the device thread.
 
-    sample ─▶ inbox ─▶ step: take the inbox in ─▶ plan (scheduler) ─▶ run (runner) ─▶ record what was sampled ─▶ resolve futures
-     event loop        device thread, one dispatch per step
+    sample, stream ─▶ inbox ─▶ step: take the inbox in ─▶ plan (scheduler) ─▶ adapters into slots ─▶ run (runner) ─▶ record, answer
+     event loop                device thread, one dispatch per step
 
-A publish happens between two steps, aborts nothing and keeps all K/V: from the next token on, the run's unpinned requests use the new version.
+A publish happens between two steps, aborts nothing and moves nothing: from the next token on, the run's unpinned requests use the new version, whose
+bytes go into a slot of the device when a plan first asks for them (`sampler.slots`).
 This module deliberately holds no policy (scheduler) and no arrays (runner).
 """
 
-import asyncio
 import math
 import threading
 from collections import deque
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
-from typing import TypeAlias, final
+from typing import NamedTuple, final
 
+from noria.clock import RealClock
 from noria.config import SamplerConfig
 from noria.errors import (
     ConfigError,
+    DeadlineExceededError,
     InvalidRequestError,
     NoriaError,
-    PromptTooLongError,
     RequestCancelledError,
     RunFailedError,
     StageStoppedError,
-    UnknownVersionError,
 )
 from noria.model.config import ModelConfig
 from noria.model.lora import HostAdapter, misfit, width_of
 from noria.model.placement import BaseParams
-from noria.protocols import Spans
+from noria.protocols import Clock, Spans, Tokenizer
 from noria.sampler.pages import PAGE, PagePool
+from noria.sampler.requests import check_request
 from noria.sampler.runner import Runner, Shapes
-from noria.sampler.scheduler import Scheduler, Waiting
-from noria.sampler.sequence import MAX_STOP_IDS, DecodeDispatch, PrefillDispatch, Sequence
-from noria.sampler.slots import SlotTable
-from noria.types import Completion, SampleRequest
-
-MAX_SEED = 2**63
-"""Seeds are below this: a key is made of two 32-bit words."""
+from noria.sampler.scheduler import Limits, Scheduler, Waiting
+from noria.sampler.sequence import DecodeDispatch, PrefillDispatch, Sampled, Sequence
+from noria.sampler.slots import SlotTable, SlotWrite
+from noria.sampler.stops import StopSearch, stops_of
+from noria.sampler.streams import Reply
+from noria.types import Completion, SampleRequest, Tokens
 
 
 @dataclass(slots=True)
@@ -47,7 +47,8 @@ class SamplerCounts:
     """What the sampler has done since it started; only ever grows.
 
     num_prefilled: positions. num_sampled: tokens. num_mixed: of these, tokens of requests with K/V of more than one version.
-    num_decodes, num_prefills: dispatches. num_lanes_used: sum over decode dispatches of the lanes in use.
+    num_decodes, num_prefills: dispatches. num_lanes_used: sum over decode dispatches of the lanes in use. num_slot_writes: adapter versions that were
+    brought into a slot.
     """
 
     num_prefilled: int = 0
@@ -56,30 +57,35 @@ class SamplerCounts:
     num_prefills: int = 0
     num_decodes: int = 0
     num_lanes_used: int = 0
+    num_slot_writes: int = 0
+
+
+class _Published(NamedTuple):
+    """A version's bytes as the slot table carries them."""
+
+    adapter: HostAdapter
+    scale: float
 
 
 @dataclass(eq=False, slots=True)
 class _Ticket:
-    """A request on its way in, or (is_cancelled) on its way out."""
+    """A request on its way in, or (is_cancelled) on its way out. search: for its stop texts, None if it has none."""
 
     sequence: Sequence
-    future: "asyncio.Future[Completion]"
-    loop: asyncio.AbstractEventLoop
+    reply: Reply
+    search: StopSearch | None = None
     is_cancelled: bool = False
-
-
-Outcome: TypeAlias = Completion | NoriaError
 
 
 @final
 class SamplerEngine:
-    """Implements `protocols.Sampler`.
+    """Implements `protocols.Sampler` and `protocols.TokenStreams`.
 
-    Any thread: `sample` (on an event loop), `has_work`. Device thread only: everything else; it owns scheduler, runner and slots.
+    Any thread: `sample` and `stream` (on an event loop), `has_work`. Device thread only: everything else; it owns scheduler, runner and slots.
     wake: called, from any thread, when work has arrived, so that the device thread may sleep while `has_work` is false.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - the seams of a stage, each by name
         self,
         base: BaseParams,
         model: ModelConfig,
@@ -88,10 +94,13 @@ class SamplerEngine:
         rank_classes: tuple[int, ...],
         eos_id: int,
         spans: Spans,
+        clock: Clock | None = None,
+        tokenizer: Tokenizer | None = None,
         wake: Callable[[], None] = lambda: None,
         shapes: Shapes | None = None,
     ) -> None:
         """rank_classes: widths of the slots, ascending; a version takes the smallest that holds it. eos_id: always a stop id.
+        clock: of the requests' deadlines, None for real time. tokenizer: for stop texts; without one they are refused.
         shapes: the closed set of program shapes, None for the default.
 
         Raises ConfigError: a pool that cannot hold one request of max_context positions, or a context longer than the model's.
@@ -109,12 +118,22 @@ class SamplerEngine:
         self._max_rank = rank_classes[-1]
         self._eos_id = eos_id
         self._spans = spans
+        self._clock = clock or RealClock()
+        self._tokenizer = tokenizer
         self._wake = wake
         self._runner = Runner(base, model, config, rank_classes=rank_classes, shapes=shapes)
         self._slots = SlotTable(config.num_slots)
         shapes = self._runner.shapes
-        pool = PagePool(config.num_pages)
-        self._scheduler = Scheduler(pool, self._slots, num_lanes=shapes.lanes[-1], max_rows=shapes.rows[-1], fixed=shapes.fixed)
+        pool = PagePool(config.num_pages, self._runner.num_host_places)
+        limits = Limits(
+            shapes.lanes,
+            shapes.rows[-1],
+            config.steps_per_dispatch,
+            fixed=shapes.fixed,
+            max_waiting=config.max_waiting,
+            recomputes=config.kv_on_publish == "recompute",
+        )
+        self._scheduler = Scheduler(pool, self._slots, limits)
         self._tickets: dict[Sequence, _Ticket] = {}
         self._request_ids: set[str] = set()
         self._inbox: deque[_Ticket] = deque()
@@ -127,19 +146,38 @@ class SamplerEngine:
         """Continue a prompt. Cancel the awaiting task to cancel the request, which frees its lane and pages at the next step.
 
         Raises InvalidRequestError, PromptTooLongError, UnknownVersionError, RunFailedError (the adapter's outputs are not finite),
-        RequestCancelledError (its run was retired), StageStoppedError.
+        RequestCancelledError (its run was retired), DeadlineExceededError (after its timeout_s; says what it waited for), StageStoppedError.
         """
-        self._validate(request)
-        loop = asyncio.get_running_loop()
-        stop_ids = tuple(sorted({*request.params.stop_ids, self._eos_id}))
-        ticket = _Ticket(Sequence(request, stop_ids), loop.create_future(), loop)
-        self._post(ticket)
+        async with self._asked(request, is_stream=False) as reply:
+            return await reply.completion()
+
+    async def stream(self, request: SampleRequest) -> AsyncIterator[Tokens]:
+        """Continue a prompt, and give out what each dispatch samples of it; the last item has the completion.
+
+        Closing the iterator cancels the request, as cancelling the reading task does. Raises as `sample`, from the first item on.
+        """
+        async with self._asked(request, is_stream=True) as reply:
+            while True:
+                tokens = await reply.next()
+                yield tokens
+                if tokens.completion is not None:
+                    return
+
+    @asynccontextmanager
+    async def _asked(self, request: SampleRequest, *, is_stream: bool) -> AsyncIterator[Reply]:
+        """The reply to a request that has been posted; left before its end, the request is cancelled."""
+        stop_ids, texts = stops_of(request.params, self._eos_id, self._tokenizer)
+        check_request(request, stop_ids, vocab_size=self._model.vocab_size, max_context=self._config.max_context)
+        sequence, reply = Sequence(request, stop_ids), Reply(is_stream=is_stream)
+        sequence.deadline_s = self._clock.now() + request.timeout_s
+        search = StopSearch(self._tokenizer, texts) if texts and self._tokenizer is not None else None
+        self._post(_Ticket(sequence, reply, search))
         try:
-            return await ticket.future
-        except asyncio.CancelledError:
-            with suppress(StageStoppedError):
-                self._post(_Ticket(ticket.sequence, ticket.future, loop, is_cancelled=True))
-            raise
+            yield reply
+        finally:
+            if not reply.is_settled:
+                with suppress(StageStoppedError):
+                    self._post(_Ticket(sequence, reply, is_cancelled=True))
 
     @property
     def has_work(self) -> bool:
@@ -149,11 +187,13 @@ class SamplerEngine:
     # Device thread
 
     def step(self) -> bool:
-        """Take in what has arrived and run one dispatch. False: there was nothing to run."""
+        """Take in what has arrived, give up what is past its deadline, and run one dispatch. False: there was nothing to run."""
         if self._failure is not None:
             return False
         self._take_inbox()
+        self._expire()
         dispatch = self._scheduler.plan()
+        self._write(self._slots.take_writes())
         if dispatch is None:
             return False
         if isinstance(dispatch, PrefillDispatch):
@@ -163,10 +203,12 @@ class SamplerEngine:
         return True
 
     def publish(self, run_id: str, version: int, adapter: HostAdapter, scale: float) -> None:
-        """Make `version` the run's newest: only adapter bytes move. adapter: of any width that fits in a slot; scale: `LoraSpec.scale`.
+        """Make `version` the run's newest; it needs no slot, and whoever samples it next brings it into one.
 
-        Raises StateConflictError (not after the newest version, or versions of a retired run of this name are still pinned), SlotsExhaustedError,
-        InvalidRequestError (wrong shapes, a scale that is not finite).
+        adapter: of any width that fits in a slot; kept as it is, not copied, so nobody may write into it. scale: `LoraSpec.scale`.
+
+        Raises StateConflictError (not after the newest version, or versions of a retired run of this name are still pinned), InvalidRequestError
+        (wrong shapes, a scale that is not finite).
         """
         width = width_of(adapter)
         problem = misfit(adapter, self._model, width, self._runner.shapes.tops)
@@ -174,26 +216,23 @@ class SamplerEngine:
             problem = f"its width is {width}, the slots have {self._max_rank}"
         if problem is not None or not math.isfinite(scale):
             raise InvalidRequestError(f"cannot publish run {run_id!r} version {version}: {problem or f'its scale is {scale}'}")
-        while not self._slots.has_room(run_id) and self._scheduler.is_prefilling(run_id):
-            self._prefill(self._scheduler.plan_prefill())  # a prefill stays with its version and may hold the last slot
-        slot = self._slots.advance(run_id, version)
-        with self._spans.span("sampler", "publish", run_id):
-            self._runner.write_slot(slot, adapter, scale)
+        self._slots.advance(run_id, version, _Published(adapter, scale))
+        if self._config.kv_on_publish == "recompute":
+            self._scheduler.publish_moved(run_id)
 
     def retire(self, run_id: str) -> None:
-        """The run has ended: cancel its requests (RequestCancelledError), forget its cached pages and free its slots, pinned ones when unpinned.
+        """The run has ended: cancel its requests (RequestCancelledError), forget its cached pages and its versions, pinned ones when unpinned.
 
         Nothing of it is left for a later run of the same name; until its last pin is gone there can be none (StateConflictError from `publish`).
         """
         self._take_inbox()
         for sequence in [s for s in self._scheduler.sequences() if s.request.run_id == run_id]:
-            self._scheduler.cancel(sequence)
-            self._resolve(sequence, RequestCancelledError(f"request {sequence.request.request_id!r}: run {run_id!r} was stopped"))
+            self._give_up(sequence, RequestCancelledError(f"request {sequence.request.request_id!r}: run {run_id!r} was stopped"))
         self._scheduler.pool.purge(run_id)
         self._slots.retire(run_id)
 
     def pin(self, run_id: str, version: int) -> None:
-        """Keep a resident version until it is unpinned, for requests that name it. Raises UnknownVersionError if it is not resident."""
+        """Keep a version in host memory until it is unpinned, for requests that name it. Raises UnknownVersionError if it is not kept any more."""
         self._slots.acquire(run_id, version)
 
     def unpin(self, run_id: str, version: int) -> None:
@@ -205,8 +244,15 @@ class SamplerEngine:
         return self._slots.newest(run_id)
 
     def checksum(self, run_id: str, version: int) -> int:
-        """The integer checksum (`lora.checksum`) of a resident version's bytes on the device. Raises UnknownVersionError."""
-        return self._runner.checksum(self._slots.slot(run_id, version))
+        """The integer checksum (`lora.checksum`) of a kept version's bytes on the device, where they are brought if they are not there.
+
+        Raises UnknownVersionError.
+        """
+        is_there = self._slots.bring(run_id, version)
+        assert is_there, "between two plans a slot can be had"
+        slot = self._slots.slot(run_id, version)
+        self._write(self._slots.take_writes())
+        return self._runner.checksum(slot)
 
     def set_weight(self, tenant: str, weight: float) -> None:
         """Fair-share weight of a tenant, > 0; 1 unless set."""
@@ -234,8 +280,13 @@ class SamplerEngine:
 
     @property
     def num_free_slots(self) -> int:
-        """Adapter slots that hold no version anybody needs."""
+        """Adapter slots that hold no version anybody can ask for."""
         return self._slots.num_free
+
+    @property
+    def num_versions(self) -> int:
+        """Adapter versions in host memory: the newest of each run, and those that requests and pins need."""
+        return self._slots.num_known
 
     @property
     def num_held_pages(self) -> int:
@@ -258,26 +309,66 @@ class SamplerEngine:
             self._inbox.clear()
         self._tickets.clear()
         for ticket in tickets:
-            _settle(ticket, self._stopped_error())
+            ticket.reply.settle(self._stopped_error())
+
+    def _write(self, writes: Iterable[SlotWrite]) -> None:
+        for write in writes:
+            with self._spans.span("sampler", "adapter", write.run_id):
+                self._runner.write_slot(write.slot, *write.contents)
+            self.counts.num_slot_writes += 1
 
     def _prefill(self, dispatch: PrefillDispatch) -> None:
         with self._spans.span("sampler", "prefill"):
-            self._runner.prefill(dispatch)
+            scored = self._runner.prefill(dispatch)
+        self._scheduler.complete_prefill(dispatch, scored)
         self.counts.num_prefills += 1
         self.counts.num_prefilled += sum(len(row.ids) for row in dispatch.rows)
 
     def _decode(self, dispatch: DecodeDispatch) -> None:
         with self._spans.span("sampler", "decode"):
             sampled = self._runner.decode(dispatch)
-        finished = self._scheduler.complete(dispatch, sampled)
+        kept = [
+            [self._cut(sequence, lane) for sequence, lane in zip(t.sequences, ls, strict=True)] for t, ls in zip(dispatch.tiles, sampled, strict=True)
+        ]
+        sequences = [sequence for tile in dispatch.tiles for sequence in tile.sequences]
+        num_mixed = sum(sequence.num_mixed for sequence in sequences)
+        finished = set(self._scheduler.complete(dispatch, kept))
         self.counts.num_decodes += 1
         self.counts.num_lanes_used += dispatch.num_lanes
-        for tile, lanes in zip(dispatch.tiles, sampled, strict=True):
+        self.counts.num_sampled += sum(len(lane.ids) for lanes in kept for lane in lanes)
+        self.counts.num_mixed += sum(sequence.num_mixed for sequence in sequences) - num_mixed
+        for tile, lanes in zip(dispatch.tiles, kept, strict=True):
             for sequence, lane in zip(tile.sequences, lanes, strict=True):
-                self.counts.num_sampled += len(lane.ids)
-                self.counts.num_mixed += len(lane.ids) * (sequence.kv_version is None)
-        for sequence in finished:
-            self._resolve(sequence, _outcome(sequence))
+                self._answer(sequence, lane, tile.version, is_finished=sequence in finished)
+
+    def _cut(self, sequence: Sequence, lane: Sampled) -> Sampled:
+        """What a lane sampled, up to the token that completed a stop text: the rest was sampled beyond the end."""
+        search = self._tickets[sequence].search
+        count = None if search is None else search.find(lane.ids)
+        if count is None:
+            return lane
+        sequence.is_stopped = True
+        return Sampled(lane.ids[:count], lane.behavior_logprobs[:count], lane.top[:count])
+
+    def _answer(self, sequence: Sequence, lane: Sampled, version: int, *, is_finished: bool) -> None:
+        """Settle a request that has finished, or whose adapter is broken: numbers that are not finite must not reach training as data."""
+        reply = self._tickets[sequence].reply
+        if not all(math.isfinite(x) for x in (*lane.behavior_logprobs, *(sequence.prompt_logprobs if is_finished else ()))):
+            self._give_up(sequence, _broken(sequence), is_known=not is_finished)
+        elif is_finished or reply.is_stream:
+            completion = sequence.completion() if is_finished else None
+            tokens = Tokens(tuple(lane.ids), tuple(lane.behavior_logprobs), (version,) * len(lane.ids), tuple(lane.top), completion)
+            if is_finished:
+                self._resolve(sequence, tokens)
+            else:
+                reply.send(tokens)
+
+    def _expire(self) -> None:
+        expired = self._scheduler.expired(self._clock.now())
+        if expired:
+            waiting = {one.request_id: one for one in self._scheduler.waiting()}
+            for sequence in expired:
+                self._give_up(sequence, _missed(sequence, waiting[sequence.request.request_id]))
 
     def _take_inbox(self) -> None:
         while True:
@@ -295,11 +386,12 @@ class SamplerEngine:
     def _admit(self, ticket: _Ticket) -> None:
         request = ticket.sequence.request
         if request.request_id in self._request_ids:
-            return _settle(ticket, InvalidRequestError(f"request id {request.request_id!r} is in use by an unfinished request; ids are unique"))
+            message = f"request id {request.request_id!r} is in use by an unfinished request; ids are unique"
+            return ticket.reply.settle(InvalidRequestError(message))
         try:
             self._scheduler.submit(ticket.sequence)
-        except UnknownVersionError as error:
-            return _settle(ticket, error)
+        except NoriaError as error:
+            return ticket.reply.settle(error)
         self._tickets[ticket.sequence] = ticket
         self._request_ids.add(request.request_id)
 
@@ -307,8 +399,14 @@ class SamplerEngine:
         self._request_ids.discard(sequence.request.request_id)
         return self._tickets.pop(sequence)
 
-    def _resolve(self, sequence: Sequence, outcome: Outcome) -> None:
-        _settle(self._forget(sequence), outcome)
+    def _give_up(self, sequence: Sequence, error: NoriaError, *, is_known: bool = True) -> None:
+        """is_known: the scheduler has it still."""
+        if is_known:
+            self._scheduler.cancel(sequence)
+        self._resolve(sequence, error)
+
+    def _resolve(self, sequence: Sequence, outcome: Tokens | NoriaError) -> None:
+        self._forget(sequence).reply.settle(outcome)
 
     def _post(self, ticket: _Ticket) -> None:
         with self._inbox_lock:
@@ -322,38 +420,8 @@ class SamplerEngine:
         stopped.__cause__ = self._failure
         return stopped
 
-    def _validate(self, request: SampleRequest) -> None:
-        prompt, params = request.prompt_ids, request.params
-        vocab = self._model.vocab_size
-        num_stop_ids = len({*params.stop_ids, self._eos_id})
-        problems = {
-            "the prompt is empty; give at least one id": not prompt,
-            f"prompt ids must be in [0, {vocab}), got {min(prompt, default=0)} .. {max(prompt, default=0)}": not _are_ids(prompt, vocab),
-            f"stop ids must be in [0, {vocab}), got {params.stop_ids}": not _are_ids(params.stop_ids, vocab),
-            f"at most {MAX_STOP_IDS} stop ids, end-of-text included, got {num_stop_ids}": num_stop_ids > MAX_STOP_IDS,
-            f"max_tokens must be at least 1, got {params.max_tokens}": params.max_tokens < 1,
-            f"temperature must be finite and at least 0, got {params.temperature}": not 0 <= params.temperature < math.inf,
-            f"seed must be in [0, 2^63), got {params.seed}": not 0 <= params.seed < MAX_SEED,
-            f"sample_index must be in [0, 2^31), got {params.sample_index}": not 0 <= params.sample_index < 2**31,
-        }
-        for problem, is_so in problems.items():
-            if is_so:
-                raise InvalidRequestError(f"request {request.request_id!r}: {problem}")
-        if len(prompt) + params.max_tokens > self._config.max_context:
-            raise PromptTooLongError(
-                f"request {request.request_id!r}: a prompt of {len(prompt)} ids and max_tokens = {params.max_tokens} exceed max_context = "
-                f"{self._config.max_context}; shorten the prompt, lower max_tokens, or raise max_context"
-            )
 
-
-def _are_ids(ids: tuple[int, ...], vocab_size: int) -> bool:
-    return not ids or (min(ids) >= 0 and max(ids) < vocab_size)
-
-
-def _outcome(sequence: Sequence) -> Outcome:
-    """The completion, or an error if the adapter is broken: numbers that are not finite must not reach training as data."""
-    if all(math.isfinite(x) for x in sequence.behavior_logprobs):
-        return sequence.completion()
+def _broken(sequence: Sequence) -> RunFailedError:
     request = sequence.request
     return RunFailedError(
         f"request {request.request_id!r}: run {request.run_id!r} gave log-probabilities that are not finite with versions "
@@ -361,16 +429,12 @@ def _outcome(sequence: Sequence) -> Outcome:
     )
 
 
-def _settle(ticket: _Ticket, outcome: Outcome) -> None:
-    """Hand the outcome to the event loop. A loop that is closed has nobody waiting."""
-    with suppress(RuntimeError):
-        ticket.loop.call_soon_threadsafe(_set_outcome, ticket.future, outcome)
-
-
-def _set_outcome(future: "asyncio.Future[Completion]", outcome: Outcome) -> None:
-    if future.done():
-        return
-    if isinstance(outcome, NoriaError):
-        future.set_exception(outcome)
-    else:
-        future.set_result(outcome)
+def _missed(sequence: Sequence, waiting: Waiting) -> DeadlineExceededError:
+    """What the request was waiting for when its time was up."""
+    request, num_sampled = sequence.request, len(sequence.sampled_ids)
+    place = f"waiting for {waiting.reason}" if waiting.reason != "decoding" else "decoding"
+    queue = f" behind {waiting.position} requests of tenant {waiting.tenant}" if waiting.position else ""
+    return DeadlineExceededError(
+        f"request {request.request_id!r} was not finished after its timeout_s = {request.timeout_s:g}: {num_sampled} of at most "
+        f"{request.params.max_tokens} tokens sampled, {place}{queue}"
+    )

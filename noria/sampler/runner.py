@@ -1,48 +1,49 @@
-"""All arrays of the sampler but the adapters' (`sampler.adapters`), and the programs that run on them: prefill, decode, copy of pages.
+"""All arrays of the sampler but the adapters' (`sampler.adapters`): dispatches are packed into arrays, run, and what they gave is taken apart again.
 
-A program is compiled once per shape of a closed set (`Shapes`). K/V pools and adapter slots are donated through every program, so that they are
-updated in place. Layers are a Python loop over lists: a scan would copy each layer's weights, which costs more than the layer on CPU.
+    dispatch ─▶ pages stored on the host ─▶ pages loaded back ─▶ pages copied ─▶ one program (`sampler.programs`) ─▶ what was sampled, or scored
 
-    R row: lane tile (decode) or chunk (prefill)   C position within a row: 8 lanes, or 32 positions   W lane, or flat position   T tile
-    P page of a table   Y, Z the vocabulary as rows and columns
-    D model   N query heads   K kv heads   H head size   V vocabulary   A adapter slot   S step of a dispatch   X stop id
+Arrays are packed column by column: filling them lane by lane took longer than a layer. There is one wait for the device per dispatch.
 
-What lies in a page is always finite in V: a masked key has weight 0, and 0 * NaN would carry one run's broken numbers into another run that owns the
-page later or reads it as padding; the position that made them gets NaN as its output, so that they are seen. K needs no such care, since masked
-scores are replaced before the softmax.
+    R row: lanes of one adapter slot (decode), or chunk (prefill)   C position within a row   W lane   P page of a table   X stop id
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, NamedTuple, TypeAlias, final
+from itertools import chain
+from typing import Any, TypeAlias, final
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import numpy.typing as npt
 
 from noria.config import SamplerConfig
 from noria.model.config import ModelConfig
 from noria.model.lora import HostAdapter
 from noria.model.placement import BaseParams
-from noria.model.transformer import block, embed, head_product, rms_norm, rotary_angles
-from noria.sampler.adapters import AdapterSlots, Slots, add_head, layer_deltas
-from noria.sampler.paged_attention import BLOCK_PAGES, attend_rows
+from noria.sampler import programs
+from noria.sampler.adapters import AdapterSlots, visits_rows
+from noria.sampler.draw import Choice
+from noria.sampler.host_pages import HostPages
 from noria.sampler.pages import PAGE
-from noria.sampler.sequence import CHUNK, LANES_PER_TILE, MAX_STOP_IDS, DecodeDispatch, PageCopy, PrefillDispatch, Sampled
+from noria.sampler.programs import Lanes, Pool, Resident, Rows, Scores, Tokens
+from noria.sampler.sequence import (
+    BLOCK_PAGES,
+    CHUNK,
+    LANES_PER_TILE,
+    MAX_STOP_IDS,
+    DecodeDispatch,
+    PageCopy,
+    PrefillDispatch,
+    Sampled,
+    Scored,
+)
+from noria.types import TopIds
 
 COPY_WIDTH = 16
 """Page copies of one program run."""
 
-_COLUMNS = 256
-"""Columns of the vocabulary as a matrix: reductions over its rows use vector instructions, over a flat vocabulary they do not."""
-
-Pool: TypeAlias = tuple[jax.Array, ...]
-"""Per layer [pages, PAGE, K, H], float32."""
-
-
-Leaf: TypeAlias = Any
-"""An array of a dispatch's input: NumPy where it is packed, jax.Array inside a program."""
+IntArray: TypeAlias = npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,41 +76,9 @@ class Shapes:
         return _smallest(self.lanes, self.lanes[-1] // 2), self.rows[0]
 
 
-class Lanes(NamedTuple):
-    """One decode dispatch's input. remaining_W: tokens a lane may still sample, 0 for padding. seed_W2: high and low 32 bits, uint32."""
-
-    id_W: Leaf
-    position_W: Leaf
-    remaining_W: Leaf
-    seed_W2: Leaf
-    sample_index_W: Leaf
-    temperature_W: Leaf
-    stop_WX: Leaf
-    table_WP: Leaf
-    slot_T: Leaf
-
-
-class Rows(NamedTuple):
-    """One prefill dispatch's input. length_R: ids of each row that count."""
-
-    id_RC: Leaf
-    start_R: Leaf
-    length_R: Leaf
-    table_RP: Leaf
-    slot_R: Leaf
-
-
-class _Resident(NamedTuple):
-    """Arrays that every forward pass reads: weights outside the layers, weights per layer, adapter slots."""
-
-    params: Mapping[str, jax.Array]
-    layers: tuple[dict[str, jax.Array], ...]
-    slots: Slots
-
-
 @final
 class Runner:
-    """Owner of all device arrays of the sampler. Touched by the device thread only; every method but `warm_up` runs one program per call."""
+    """Owner of all device arrays of the sampler, and of the pages in host memory. Touched by the device thread only."""
 
     def __init__(
         self, base: BaseParams, model: ModelConfig, config: SamplerConfig, *, rank_classes: tuple[int, ...], shapes: Shapes | None = None
@@ -124,42 +93,50 @@ class Runner:
         self._top = {name: array for name, array in base.stacked.items() if name != "layers"}
         self._layers = base.layers
         self._slots = AdapterSlots(model, config.num_slots, rank_classes, self.shapes.tops)
-        self._used: set[tuple[str, int]] = set()
+        self._host = HostPages(model, config.host_mib)
+        self._used: set[tuple[str, int, int]] = set()
 
     @property
     def num_programs(self) -> int:
         """Programs used so far, each compiled at its first use (once per process for equal models and sizes)."""
         return len(self._used) + self._slots.num_programs
 
+    @property
+    def num_host_places(self) -> int:
+        """Pages that host memory has places for."""
+        return self._host.num_places
+
     def warm_up(self) -> None:
         """Compile every program of the closed set. Takes seconds per program for deep models; without it, the first use compiles."""
-        for lanes in self.shapes.lanes:
-            self._run_decode(_empty_lanes(lanes, self._num_table_pages))
-        for rows in self.shapes.rows:
-            self._run_prefill(_empty_rows(rows, self._num_table_pages))
+        for width in self.shapes.lanes:
+            for lanes_per_row in (1,) if visits_rows() else (LANES_PER_TILE, 1):
+                self._run_decode(self._empty_lanes(width, lanes_per_row))
+        for num_rows in self.shapes.rows:
+            for is_scored in (False, True):
+                self._run_prefill(self._empty_rows(num_rows), is_scored=is_scored)
         self.copy_pages([PageCopy(0, 0)])
+        self._k, self._v = self._host.warm_up(self._k, self._v)
         self._slots.warm_up()
 
-    def prefill(self, dispatch: PrefillDispatch) -> None:
-        """Write the K/V of all rows. Returns when the device is done."""
-        self.copy_pages(dispatch.copies)
+    def prefill(self, dispatch: PrefillDispatch) -> list[Scored]:
+        """Write the K/V of all rows. Returns when the device is done: what each row with targets came to, in order."""
+        self._move_pages(dispatch)
         num_rows = self.shapes.fixed[1] if dispatch.is_fixed else _smallest(self.shapes.rows, len(dispatch.rows))
-        self._run_prefill(_pack_rows(dispatch, _empty_rows(num_rows, self._num_table_pages)))
-        jax.block_until_ready(self._k[-1])
+        is_scored = any(row.targets for row in dispatch.rows)
+        scores = self._run_prefill(_pack_rows(dispatch, self._empty_rows(num_rows)), is_scored=is_scored)
+        if scores is None:
+            jax.block_until_ready(self._k[-1])
+            return []
+        return _scored(dispatch, jax.device_get(scores))
 
     def decode(self, dispatch: DecodeDispatch) -> list[list[Sampled]]:
         """Sample up to `steps_per_dispatch` tokens for every lane: per tile and lane, what it sampled."""
-        self.copy_pages(dispatch.copies)
-        width = self.shapes.fixed[0] if dispatch.is_fixed else _smallest(self.shapes.lanes, len(dispatch.tiles) * LANES_PER_TILE)
-        lanes = _pack_lanes(dispatch, _empty_lanes(width, self._num_table_pages))
-        id_SW, behavior_logprobs_SW = (np.asarray(x) for x in self._run_decode(lanes))
-        count_W = (id_SW >= 0).sum(0)
-        sampled = []
-        for index, tile in enumerate(dispatch.tiles):
-            first = index * LANES_PER_TILE
-            columns = range(first, first + len(tile.sequences))
-            sampled.append([Sampled(id_SW[: count_W[w], w].tolist(), behavior_logprobs_SW[: count_W[w], w].tolist()) for w in columns])
-        return sampled
+        self._move_pages(dispatch)
+        num_lanes = len(dispatch.tiles) * dispatch.lanes_per_tile
+        width = self.shapes.fixed[0] if dispatch.is_fixed else _smallest(self.shapes.lanes, num_lanes)
+        lanes = _pack_lanes(dispatch, self._empty_lanes(width, 1 if visits_rows() else dispatch.lanes_per_tile))
+        tokens = self._run_decode(lanes)
+        return _sampled(dispatch, jax.device_get(tokens if lanes.choice.num_top_W.any() else tokens[:2]))
 
     def copy_pages(self, copies: Iterable[PageCopy]) -> None:
         """Copy whole pages of all layers. No page is both a source and a target."""
@@ -168,8 +145,8 @@ class Runner:
             page_2X = np.zeros((2, COPY_WIDTH), np.int32)
             part = pending[start : start + COPY_WIDTH]
             page_2X[:, : len(part)] = np.asarray(part, np.int32).T
-            self._used.add(("copy", COPY_WIDTH))
-            self._k, self._v = _copy_pages(self._k, self._v, page_2X)
+            self._used.add(("copy", COPY_WIDTH, 0))
+            self._k, self._v = programs.copy_pages(self._k, self._v, page_2X)
 
     def write_slot(self, slot: int, adapter: HostAdapter, scale: float) -> None:
         """Put an adapter into a slot: see `AdapterSlots.write`."""
@@ -180,222 +157,132 @@ class Runner:
         return self._slots.checksum(slot)
 
     @property
-    def _resident(self) -> _Resident:
-        return _Resident(self._top, self._layers, self._slots.arrays)
+    def _resident(self) -> Resident:
+        return Resident(self._top, self._layers, self._slots.arrays)
 
-    def _run_decode(self, lanes: Lanes) -> tuple[jax.Array, jax.Array]:
-        self._used.add(("decode", lanes.table_WP.shape[0]))
-        id_SW, behavior_logprobs_SW, self._k, self._v = _decode(
-            self._resident, self._k, self._v, lanes, config=self._model, max_steps=self._num_steps
-        )
-        return id_SW, behavior_logprobs_SW
+    def _move_pages(self, dispatch: PrefillDispatch | DecodeDispatch) -> None:
+        """Stores first: a page that is stored may be loaded into, or copied into, by the same dispatch."""
+        if dispatch.stores:
+            self._host.store(self._k, self._v, dispatch.stores)
+        if dispatch.loads:
+            self._k, self._v = self._host.load(self._k, self._v, dispatch.loads)
+        self.copy_pages(dispatch.copies)
 
-    def _run_prefill(self, rows: Rows) -> None:
-        self._used.add(("prefill", rows.table_RP.shape[0]))
-        self._k, self._v = _prefill(self._resident, self._k, self._v, rows, config=self._model)
+    def _run_decode(self, lanes: Lanes) -> Tokens:
+        self._used.add(("decode", len(lanes.id_W), len(lanes.slot_R)))
+        tokens, self._k, self._v = programs.decode(self._resident, self._k, self._v, lanes, config=self._model, max_steps=self._num_steps)
+        return tokens
 
+    def _run_prefill(self, rows: Rows, *, is_scored: bool) -> Scores | None:
+        self._used.add(("prefill", len(rows.id_RC), int(is_scored)))
+        scores, self._k, self._v = programs.prefill(self._resident, self._k, self._v, rows, config=self._model, is_scored=is_scored)
+        return scores
 
-# Programs
+    def _empty_lanes(self, width: int, lanes_per_row: int) -> Lanes:
+        """Padding only. lanes_per_row: of one adapter slot each."""
+        int_W = np.zeros(width, np.int32)
+        ones_W = np.ones(width, np.float32)
+        choice = Choice(np.zeros((width, 2), np.uint32), int_W.copy(), ones_W, int_W.copy(), ones_W.copy(), int_W.copy())
+        stop_WX, table_WP = np.full((width, MAX_STOP_IDS), -1, np.int32), np.zeros((width, self._num_table_pages), np.int32)
+        slot_R, num_shared_U = np.zeros(width // lanes_per_row, np.int32), np.zeros(width // LANES_PER_TILE, np.int32)
+        return Lanes(int_W, int_W.copy(), int_W.copy(), choice, stop_WX, table_WP, slot_R, num_shared_U)
 
-
-@partial(jax.jit, static_argnames=("config", "max_steps"), donate_argnums=(1, 2))
-def _decode(resident: _Resident, k: Pool, v: Pool, lanes: Lanes, *, config: ModelConfig, max_steps: int) -> tuple[jax.Array, jax.Array, Pool, Pool]:
-    """Sample up to max_steps tokens per lane, stopping when every lane has finished.
-
-    Returns ids [S, W], -1 where a lane sampled nothing; behavior_logprobs [S, W] (natural log, after temperature, full vocabulary); and the pools.
-    """
-    width = lanes.table_WP.shape[0]
-    lane_W = jnp.arange(width)
-
-    def is_running(carry: tuple[Any, ...]) -> jax.Array:
-        step, _, _, remaining_W = carry[:4]
-        return (step < max_steps) & jnp.any(remaining_W > 0)
-
-    def step_once(carry: tuple[Any, ...]) -> tuple[Any, ...]:
-        step, id_W, position_W, remaining_W, out_id_SW, out_logprobs_SW, k, v = carry
-        is_active_W = remaining_W > 0
-        page_W = jnp.where(is_active_W, lanes.table_WP[lane_W, position_W // PAGE], 0)
-        hidden_RCD, k, v = _forward(
-            resident,
-            k,
-            v,
-            _Positions(id_W, position_W, page_W, lanes.table_WP),
-            lanes.slot_T,
-            config=config,
-            queries_per_table=1,
-            rows_per_group=LANES_PER_TILE,
-        )
-        logits_WV = _unembed(resident, hidden_RCD, lanes.slot_T, config)
-        sampled_W, logprobs_W = _sample(logits_WV, lanes, position_W + 1)
-        is_last_W = jnp.any(sampled_W[:, None] == lanes.stop_WX, axis=1)
-        out_id_SW = out_id_SW.at[step].set(jnp.where(is_active_W, sampled_W, -1))
-        out_logprobs_SW = out_logprobs_SW.at[step].set(logprobs_W)
-        id_W = jnp.where(is_active_W, sampled_W, id_W)
-        position_W = position_W + is_active_W
-        remaining_W = jnp.where(is_last_W, 0, remaining_W - is_active_W)
-        return step + 1, id_W, position_W, remaining_W, out_id_SW, out_logprobs_SW, k, v
-
-    outputs = jnp.full((max_steps, width), -1, jnp.int32), jnp.zeros((max_steps, width), jnp.float32)
-    start = (jnp.int32(0), lanes.id_W, lanes.position_W, lanes.remaining_W, *outputs, k, v)
-    carry = jax.lax.while_loop(is_running, step_once, start)
-    return carry[4], carry[5], carry[6], carry[7]
-
-
-@partial(jax.jit, static_argnames=("config",), donate_argnums=(1, 2))
-def _prefill(resident: _Resident, k: Pool, v: Pool, rows: Rows, *, config: ModelConfig) -> tuple[Pool, Pool]:
-    """Write the K/V of every row's positions."""
-    num_rows = rows.table_RP.shape[0]
-    offset_C = jnp.arange(CHUNK)
-    position_RC = rows.start_R[:, None] + offset_C
-    is_real_RC = offset_C < rows.length_R[:, None]
-    page_RC = jnp.where(is_real_RC, rows.table_RP[jnp.arange(num_rows)[:, None], position_RC // PAGE], 0)
-    positions = _Positions(rows.id_RC.reshape(-1), position_RC.reshape(-1), page_RC.reshape(-1), rows.table_RP)
-    _, k, v = _forward(resident, k, v, positions, rows.slot_R, config=config, queries_per_table=CHUNK, rows_per_group=2)
-    return k, v
-
-
-class _Positions(NamedTuple):
-    """A flat axis W of positions to run: their ids, positions and pages to write to; and the page tables, one for `queries_per_table` positions."""
-
-    id_W: jax.Array
-    position_W: jax.Array
-    page_W: jax.Array
-    table: jax.Array
-
-
-def _forward(
-    resident: _Resident, k: Pool, v: Pool, at: _Positions, slot_R: jax.Array, *, config: ModelConfig, queries_per_table: int, rows_per_group: int
-) -> tuple[jax.Array, Pool, Pool]:
-    """All layers for W positions in R rows of one adapter slot each: hidden states [R, C, D] and the pools with the positions' K/V written."""
-    num_rows = slot_R.shape[0]
-    position_RC = at.position_W.reshape(num_rows, -1)
-    offset_W = at.position_W % PAGE
-    position_query = at.position_W.reshape(-1, queries_per_table)
-    angles = rotary_angles(config, position_RC)
-    x_RCD = embed(resident.params, at.id_W).reshape(num_rows, -1, config.hidden_size)
-    new_k, new_v = list(k), list(v)
-    for layer, weights in enumerate(resident.layers):
-
-        def attention(q_RCNH: jax.Array, k_RCKH: jax.Array, v_RCKH: jax.Array, layer: int = layer) -> jax.Array:
-            k_WKH, v_WKH = (x.reshape(-1, *x.shape[2:]) for x in (k_RCKH, v_RCKH))
-            new_k[layer] = new_k[layer].at[at.page_W, offset_W].set(k_WKH)
-            is_finite_WKH = jnp.isfinite(v_WKH)
-            new_v[layer] = new_v[layer].at[at.page_W, offset_W].set(jnp.where(is_finite_WKH, v_WKH, 0.0))
-            q = q_RCNH.reshape(-1, queries_per_table, *q_RCNH.shape[2:])
-            out = attend_rows(q, new_k[layer], new_v[layer], at.table, position_query, rows_per_group=rows_per_group)
-            broken_W = jnp.where(is_finite_WKH.all((1, 2)), 0.0, jnp.nan)
-            return out.reshape(q_RCNH.shape) + broken_W.reshape(*q_RCNH.shape[:2], 1, 1)
-
-        deltas = layer_deltas(resident.slots, layer, slot_R)
-        x_RCD = block(weights, deltas, x_RCD, angles=angles, attention=attention, config=config)
-    return x_RCD, tuple(new_k), tuple(new_v)
-
-
-def _unembed(resident: _Resident, hidden_RCD: jax.Array, slot_R: jax.Array, config: ModelConfig) -> jax.Array:
-    """Final norm and head, with the rows' own deltas where room for them is compiled in: logits [W, V]."""
-    normed_RCD = rms_norm(hidden_RCD, resident.params["final_norm"], config.rms_norm_eps)
-    logits_WV = head_product(resident.params, normed_RCD.reshape(-1, config.hidden_size))
-    return add_head(resident.slots, slot_R, normed_RCD, logits_WV)
-
-
-def _sample(logits_WV: jax.Array, lanes: Lanes, position_W: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """One id per lane, drawn from softmax(logits / temperature), temperature 0: the most likely; and its log-probability.
-
-    The key of a token is fold_in(fold_in(seed, sample index), position of the sampled token): it depends on nothing else in the batch. The draw
-    inverts the cumulative distribution in two stages, over the columns of the vocabulary laid out as a matrix, then within a column: two random
-    numbers instead of one per id (Gumbel-max), which cost as much as all matmuls of a decode step on CPU.
-    """
-    vocab_size = logits_WV.shape[1]
-    is_random_W = lanes.temperature_W > 0
-    scaled_WV = logits_WV / jnp.where(is_random_W, lanes.temperature_W, 1.0)[:, None]
-    padded_WV = jnp.pad(scaled_WV, ((0, 0), (0, -vocab_size % _COLUMNS)), constant_values=-jnp.inf)
-    scaled_WYZ = padded_WV.reshape(padded_WV.shape[0], -1, _COLUMNS)
-    peak_W = scaled_WYZ.max(1).max(1)
-    weight_WYZ = jnp.exp(scaled_WYZ - peak_W[:, None, None])
-    weight_WZ = weight_WYZ.sum(1)
-    uniform_W2 = jax.vmap(_uniform_pair)(lanes.seed_W2, lanes.sample_index_W, position_W)
-    z_W = _draw(weight_WZ, uniform_W2[:, 0])
-    y_W = _draw(jnp.take_along_axis(weight_WYZ, z_W[:, None, None], axis=2)[:, :, 0], uniform_W2[:, 1])
-    id_YZ = jnp.arange(padded_WV.shape[1], dtype=jnp.int32).reshape(-1, _COLUMNS)
-    best_W = jnp.where(scaled_WYZ == peak_W[:, None, None], id_YZ, vocab_size - 1).min(1).min(1)
-    sampled_W = jnp.where(is_random_W, y_W * _COLUMNS + z_W, best_W)
-    chosen_W = jnp.take_along_axis(scaled_WV, sampled_W[:, None], axis=1)[:, 0]
-    return sampled_W, chosen_W - peak_W - jnp.log(weight_WZ.sum(1))
-
-
-def _uniform_pair(seed_2: jax.Array, sample_index: jax.Array, position: jax.Array) -> jax.Array:
-    """Two uniform numbers in [0, 1)."""
-    key = jax.random.wrap_key_data(seed_2, impl="threefry2x32")
-    return jax.random.uniform(jax.random.fold_in(jax.random.fold_in(key, sample_index), position), (2,), jnp.float32)
-
-
-def _draw(weight_WX: jax.Array, uniform_W: jax.Array) -> jax.Array:
-    """An index per row with probability proportional to its weight; never one of weight 0, whatever the rounding of the cumulative sums."""
-    size = weight_WX.shape[1]
-    index_X = jnp.arange(size, dtype=jnp.int32)
-    cumulative_WX = jnp.cumsum(weight_WX, axis=1)
-    is_possible_WX = weight_WX > 0
-    is_reached_WX = is_possible_WX & (cumulative_WX > uniform_W[:, None] * cumulative_WX[:, -1:])
-    first_W = jnp.where(is_reached_WX, index_X, size).min(1)
-    last_W = jnp.where(is_possible_WX, index_X, 0).max(1)
-    return jnp.minimum(first_W, last_W)
-
-
-@partial(jax.jit, donate_argnums=(0, 1))
-def _copy_pages(k: Pool, v: Pool, page_2X: jax.Array) -> tuple[Pool, Pool]:
-    """Pages page_2X[0] to pages page_2X[1], in every layer; padding copies the trash page onto itself."""
-    source, target = page_2X[0], page_2X[1]
-    return tuple(x.at[target].set(x[source]) for x in k), tuple(x.at[target].set(x[source]) for x in v)
-
-
-# Packing
+    def _empty_rows(self, num_rows: int) -> Rows:
+        int_R, id_RC = np.zeros(num_rows, np.int32), np.zeros((num_rows, CHUNK), np.int32)
+        return Rows(id_RC, int_R, int_R.copy(), np.zeros((num_rows, self._num_table_pages), np.int32), int_R.copy(), id_RC.copy(), int_R.copy())
 
 
 def _smallest(sizes: tuple[int, ...], needed: int) -> int:
     return next(size for size in sizes if size >= needed)
 
 
-def _empty_lanes(width: int, pages: int) -> Lanes:
-    int_W = partial(np.zeros, width, np.int32)
-    return Lanes(
-        id_W=int_W(),
-        position_W=int_W(),
-        remaining_W=int_W(),
-        seed_W2=np.zeros((width, 2), np.uint32),
-        sample_index_W=int_W(),
-        temperature_W=np.ones(width, np.float32),
-        stop_WX=np.full((width, MAX_STOP_IDS), -1, np.int32),
-        table_WP=np.zeros((width, pages), np.int32),
-        slot_T=np.zeros(width // LANES_PER_TILE, np.int32),
-    )
+# Packing
 
 
 def _pack_lanes(dispatch: DecodeDispatch, lanes: Lanes) -> Lanes:
-    for index, tile in enumerate(dispatch.tiles):
-        lanes.slot_T[index] = tile.slot
-        for lane, sequence in enumerate(tile.sequences, index * LANES_PER_TILE):
-            params = sequence.request.params
-            lanes.id_W[lane] = sequence.input_id
-            lanes.position_W[lane] = sequence.position
-            lanes.remaining_W[lane] = sequence.num_remaining
-            lanes.seed_W2[lane] = divmod(params.seed, 2**32)
-            lanes.sample_index_W[lane] = params.sample_index
-            lanes.temperature_W[lane] = params.temperature
-            lanes.stop_WX[lane, : len(sequence.stop_ids)] = sequence.stop_ids
-            lanes.table_WP[lane, : len(sequence.table)] = sequence.table
+    """Fill empty lanes in place: a tile's sequences lie side by side."""
+    lane_of = [index * dispatch.lanes_per_tile + place for index, tile in enumerate(dispatch.tiles) for place in range(len(tile.sequences))]
+    sequences = [sequence for tile in dispatch.tiles for sequence in tile.sequences]
+    params = [sequence.request.params for sequence in sequences]
+    lanes.id_W[lane_of] = [sequence.input_id for sequence in sequences]
+    lanes.position_W[lane_of] = [sequence.position for sequence in sequences]
+    lanes.remaining_W[lane_of] = [sequence.num_remaining for sequence in sequences]
+    lanes.choice.seed_W2[lane_of] = [divmod(each.seed, 2**32) for each in params]
+    lanes.choice.sample_index_W[lane_of] = [each.sample_index for each in params]
+    lanes.choice.temperature_W[lane_of] = [each.temperature for each in params]
+    lanes.choice.top_k_W[lane_of] = [each.top_k for each in params]
+    lanes.choice.top_p_W[lane_of] = [each.top_p for each in params]
+    lanes.choice.num_top_W[lane_of] = [sequence.request.num_top for sequence in sequences]
+    _fill(lanes.stop_WX, lane_of, [sequence.stop_ids for sequence in sequences])
+    _fill(lanes.table_WP, lane_of, [sequence.table for sequence in sequences])
+    lanes_per_row = len(lanes.id_W) // len(lanes.slot_R)
+    slot_of_tile = [tile.slot for tile in dispatch.tiles]
+    slot_R = np.repeat(np.asarray(slot_of_tile, np.int32), dispatch.lanes_per_tile // lanes_per_row)
+    lanes.slot_R[: len(slot_R)] = slot_R
+    if lanes_per_row < dispatch.lanes_per_tile:  # padding within a tile uses no adapter
+        lanes.slot_R[lanes.remaining_W == 0] = 0
+    if dispatch.lanes_per_tile == LANES_PER_TILE:
+        lanes.num_shared_U[: len(dispatch.tiles)] = [tile.num_shared for tile in dispatch.tiles]
     return lanes
 
 
-def _empty_rows(num_rows: int, pages: int) -> Rows:
-    int_R = partial(np.zeros, num_rows, np.int32)
-    return Rows(np.zeros((num_rows, CHUNK), np.int32), int_R(), int_R(), np.zeros((num_rows, pages), np.int32), int_R())
-
-
 def _pack_rows(dispatch: PrefillDispatch, rows: Rows) -> Rows:
-    for index, row in enumerate(dispatch.rows):
-        rows.id_RC[index, : len(row.ids)] = row.ids
-        rows.start_R[index] = row.start
-        rows.length_R[index] = len(row.ids)
-        rows.table_RP[index, : len(row.table)] = row.table
-        rows.slot_R[index] = row.slot
+    """Fill empty rows in place, from the first on."""
+    numbers = range(len(dispatch.rows))
+    _fill(rows.id_RC, numbers, [row.ids for row in dispatch.rows])
+    _fill(rows.table_RP, numbers, [row.table for row in dispatch.rows])
+    _fill(rows.target_RC, numbers, [row.targets for row in dispatch.rows])
+    for column, values in (
+        (rows.start_R, [row.start for row in dispatch.rows]),
+        (rows.length_R, [len(row.ids) for row in dispatch.rows]),
+        (rows.slot_R, [row.slot for row in dispatch.rows]),
+        (rows.num_top_R, [row.num_top for row in dispatch.rows]),
+    ):
+        column[: len(values)] = values
     return rows
+
+
+def _fill(out_RX: IntArray, numbers: Sequence[int], values: Sequence[Sequence[int]]) -> None:
+    """Values of different lengths into the first columns of the numbered rows, in one assignment."""
+    lengths = np.fromiter(map(len, values), np.int64, len(values))
+    flat = np.fromiter(chain.from_iterable(values), np.int32, int(lengths.sum()))
+    row = np.repeat(np.asarray(numbers, np.int64), lengths)
+    column = np.arange(len(flat)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+    out_RX[row, column] = flat
+
+
+# Taking apart
+
+
+def _sampled(dispatch: DecodeDispatch, tokens: Sequence[npt.NDArray[Any]]) -> list[list[Sampled]]:
+    """tokens: the leaves of `Tokens`, on the host; the first two where nobody wants most likely ids."""
+    id_SW = tokens[0]
+    count_W = (id_SW >= 0).sum(0).tolist()
+    id_WS, logprobs_WS = (leaf.T.tolist() for leaf in tokens[:2])
+
+    def lane(w: int, num_top: int) -> Sampled:
+        count = count_W[w]
+        top = [_top_ids(tokens[2][step, w], tokens[3][step, w], num_top) for step in range(count)] if num_top else ()
+        return Sampled(id_WS[w][:count], logprobs_WS[w][:count], top)
+
+    firsts = range(0, len(dispatch.tiles) * dispatch.lanes_per_tile, dispatch.lanes_per_tile)
+    return [
+        [lane(w, sequence.request.num_top) for w, sequence in enumerate(tile.sequences, first)]
+        for first, tile in zip(firsts, dispatch.tiles, strict=True)
+    ]
+
+
+def _scored(dispatch: PrefillDispatch, scores: Sequence[npt.NDArray[Any]]) -> list[Scored]:
+    """scores: the leaves of `Scores`, on the host."""
+    logprobs_RC, top_id_RCT, top_logprobs_RCT = scores
+    found = []
+    for r, row in enumerate(dispatch.rows):
+        if row.targets:
+            count = len(row.targets)
+            top = [_top_ids(top_id_RCT[r, c], top_logprobs_RCT[r, c], row.num_top) for c in range(count)] if row.num_top else ()
+            found.append(Scored(logprobs_RC[r, :count].tolist(), top))
+    return found
+
+
+def _top_ids(id_T: npt.NDArray[Any], logprobs_T: npt.NDArray[Any], num_top: int) -> TopIds:
+    return tuple(zip(id_T[:num_top].tolist(), logprobs_T[:num_top].tolist(), strict=True))

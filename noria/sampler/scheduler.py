@@ -1,49 +1,62 @@
 """Which requests get pages and lanes, and what the next dispatch is. Plain Python: no arrays, no time, no threads.
 
-    submit ─▶ waiting (per tenant, first come first served)
-                 │ admission: the tenant with the fewest active requests per weight; pages for prompt + max_tokens, or nobody overtakes
+    submit ─▶ waiting (per tenant: `tenants`)
+                 │ admission: the tenant with the fewest active requests per weight; pages for what is known of it, or nobody overtakes
                  ▼
               active ─▶ prefill rows ─▶ decode lanes ─▶ finished
-                        the tenant with the least service per weight goes first
+                 │      the tenant with the least service per weight goes first
+                 ▼
+              preempted ─▶ waiting, in front
 
-Service is virtual time: tokens charged 1 (prefill) : 2 (decode), divided by the tenant's weight (start-time fair queueing, Goyal et al. 1996). A
-tenant that comes back from idling starts at the smallest virtual time of the busy ones, so that idling earns no credit. Lanes are not places on the
-device: every dispatch packs whatever is decoding into tiles anew, so nothing fragments and a newcomer runs in the next dispatch.
+Lanes are not places on the device: every dispatch packs whatever is decoding into tiles anew, so nothing fragments and a newcomer runs in the next
+dispatch. A tenant below its share of lanes is admitted even when all lanes are in use, so a flood delays others by no more than their fair turn; the
+dispatch then takes turns over the lanes.
 
-A tenant below its share of lanes is admitted even when all lanes are in use, so a flood delays others by no more than their fair turn; the dispatch
-then takes turns over the tiles.
+A request holds the pages that it has filled and those that the next dispatch may write. When they run short, cached pages go first, then the active
+request with the least claim is preempted: of the tenant that holds most pages for its weight, the one admitted last. What it has filled is cached,
+what it has sampled stays, and it comes back in front of its tenant's queue, with the claim that it had. Admission leaves room for the active ones to
+grow, and preempts only for a tenant that even afterwards holds less for its weight than the other, so never back and forth. Nothing gets stuck: of
+those who are short of pages one takes a decode step or gives way to others that hold some, and what has been sampled stays sampled.
 
 Deterministic runs (`set_deterministic`) get the same bits whatever else is going on. While any of their requests could run, dispatches are no larger
-than the one shape that such requests run in, and whoever else is ready rides along. And only prefilled pages of theirs are ever cached: a decoded
-position's K/V differ in bits from the prefilled ones, and which of the two a later request finds would depend on whether its pages were still there.
-So what was sampled in one turn is prefilled again, once, when the next turn builds on it.
+than the one shape that such requests run in, and whoever else is ready rides along. Their requests have all their pages from admission on and are
+never preempted. And only prefilled pages of theirs are ever cached: a decoded position's K/V differ in bits from the prefilled ones, and which of the
+two a later request finds would depend on whether its pages were still there. So what was sampled in one turn is prefilled again, once, when the next
+turn builds on it.
 """
 
-from collections import deque
+import heapq
+from collections import Counter, deque
 from collections.abc import Iterator
 from collections.abc import Sequence as Many
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import count
 from typing import Literal, NamedTuple, TypeAlias, final
 
-from noria.sampler.pages import PAGE, Match, Namespace, Node, PagePool
+from noria.errors import QueueFullError
+from noria.sampler.claims import Claims
+from noria.sampler.pages import NOTHING, PAGE, Match, Namespace, Node, PagePool
+from noria.sampler.prefills import Prefills
 from noria.sampler.sequence import (
-    CHUNK,
+    BLOCK_PAGES,
     LANES_PER_TILE,
     DecodeDispatch,
-    LaneTile,
     PageCopy,
-    Prefill,
+    PageMove,
     PrefillDispatch,
-    PrefillRow,
     Sampled,
+    Scored,
     Sequence,
 )
 from noria.sampler.slots import SlotTable
+from noria.sampler.tenants import DECODE_CHARGE, Tenants
+from noria.sampler.tiles import Lane, lanes_per_tile, pack
 
-PREFILL_CHARGE = 1
-DECODE_CHARGE = 2
+ROOM_TO_GROW = 2
+"""Pages that admission leaves for each active request, if it may still need so many."""
 
-Reason: TypeAlias = Literal["lanes", "pages", "prefill", "decoding"]
+Reason: TypeAlias = Literal["lanes", "pages", "fairness", "prefill", "slot", "decoding"]
+"""What a request waits for: a lane; pages; another's turn, or that of its tenant; its prompt's K/V; an adapter slot; nothing but its own tokens."""
 
 
 class Waiting(NamedTuple):
@@ -55,92 +68,155 @@ class Waiting(NamedTuple):
     reason: Reason
 
 
-@dataclass(eq=False, slots=True)
-class _Tenant:
-    name: str
-    weight: float = 1.0
-    service: float = 0.0
-    num_active: int = 0
-    waiting: deque[Sequence] = field(default_factory=deque)
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a scheduler may plan.
+
+    widths: lanes of the decode programs, multiples of 8, ascending; the last is the most. num_rows: most rows of a prefill dispatch. num_steps: most
+    decode steps of one dispatch. fixed: lanes and rows of dispatches with requests of deterministic runs; None: as many as any. max_waiting: requests
+    of one tenant. recomputes: after a publish, unfinished requests are prefilled again (`kv_on_publish`).
+    """
+
+    widths: tuple[int, ...]
+    num_rows: int
+    num_steps: int
+    fixed: tuple[int, int] | None = None
+    max_waiting: int = 4096
+    recomputes: bool = False
+
+
+@dataclass(slots=True)
+class ScheduleCounts:
+    """What has been scheduled since the start; only ever grows.
+
+    num_asked: positions that admitted requests needed K/V of. num_found: of these, cached, or already being prefilled for another. num_preempted:
+    requests; num_recomputed: positions prefilled again because of it.
+    """
+
+    num_asked: int = 0
+    num_found: int = 0
+    num_preempted: int = 0
+    num_recomputed: int = 0
+
+
+class _Needs(NamedTuple):
+    """What a request would be admitted with. num_new: pages to be prefilled; num_own: pages it alone writes."""
+
+    version: int
+    namespace: Namespace
+    match: Match
+    num_new: int
+    num_own: int
 
     @property
-    def is_busy(self) -> bool:
-        return bool(self.num_active or self.waiting)
+    def kept(self) -> tuple[Node, ...]:
+        return self.match.chain if self.match.source is None else (*self.match.chain, self.match.source)
 
 
 @final
 class Scheduler:
-    """Owner of all sequences after submission, of the page pool and of the tenants' accounts. Touched by the device thread only.
+    """Owner of all sequences after submission, of the page pool and of the tenants' accounts. Touched by the device thread only."""
 
-    num_lanes: most lanes of a decode dispatch, a multiple of 8. max_rows: most rows of a prefill dispatch. fixed: both, of dispatches with requests
-    of deterministic runs; None: as large as any.
-    """
-
-    def __init__(self, pool: PagePool, slots: SlotTable, *, num_lanes: int, max_rows: int, fixed: tuple[int, int] | None = None) -> None:
+    def __init__(self, pool: PagePool, slots: SlotTable, limits: Limits) -> None:
         self.pool = pool
+        self.counts = ScheduleCounts()
         self._slots = slots
-        self._num_lanes = num_lanes
-        self._max_rows = max_rows
-        self._fixed_lanes, self._fixed_rows = fixed or (num_lanes, max_rows)
+        self._limits = limits
+        self._fixed_lanes, self._fixed_rows = limits.fixed or (limits.widths[-1], limits.num_rows)
         self._deterministic: set[str] = set()
-        self._tenants: dict[str, _Tenant] = {}
+        self._tenants = Tenants()
+        self._unfinished: set[Sequence] = set()
+        self._deadlines: list[tuple[float, int, Sequence]] = []
         self._active: dict[Sequence, None] = {}
-        self._prefills: list[Prefill] = []
+        self._prefills = Prefills(pool, slots, self._tenants)
         self._blocked_on_pages: str | None = None
+        self._left_out: dict[Sequence, Reason] = {}
         self._prefilled_last = False
-        self._num_unfinished = 0
+        self._arrivals = count()
+        self._turns = count()
 
     @property
     def has_work(self) -> bool:
         """Any request waits or is active. (Prefills exist only for active requests.) Readable from any thread."""
-        return self._num_unfinished > 0
-
-    def is_prefilling(self, run_id: str) -> bool:
-        """A prefill of the run, and so of one of its versions, is under way."""
-        return any(prefill.run_id == run_id for prefill in self._prefills)
+        return bool(self._unfinished)
 
     def sequences(self) -> Iterator[Sequence]:
         """All unfinished sequences, active ones first."""
         yield from self._active
-        for tenant in self._tenants.values():
-            yield from tenant.waiting
+        for tenant in self._tenants:
+            yield from tenant.queue()
 
     def set_weight(self, tenant: str, weight: float) -> None:
         """Fair-share weight of a tenant, > 0; 1 unless set."""
         assert weight > 0
-        self._tenant(tenant).weight = weight
+        self._tenants[tenant].weight = weight
 
     def set_deterministic(self, run_id: str, *, is_deterministic: bool) -> None:
         """From now on the run's requests have the same bits whatever else is going on, or need not. Before the run's first request."""
         (self._deterministic.add if is_deterministic else self._deterministic.discard)(run_id)
 
     def submit(self, sequence: Sequence) -> None:
-        """Queue a request. Raises UnknownVersionError: its run has no published version, or the pinned one is not resident."""
+        """Queue a request.
+
+        Raises UnknownVersionError (its run has no published version, or the pinned one is not kept), QueueFullError (its tenant has `max_waiting`).
+        """
         request = sequence.request
+        num_waiting = self._tenants[request.tenant].num_waiting
+        if num_waiting >= self._limits.max_waiting:
+            raise QueueFullError(
+                f"request {request.request_id!r} would be at position {num_waiting} of tenant {request.tenant!r}, of which max_waiting = "
+                f"{self._limits.max_waiting} requests may wait: send it again when some have finished, or raise max_waiting"
+            )
         if request.version is None:
             self._slots.newest(request.run_id)
         else:
             self._slots.acquire(request.run_id, request.version)
-        tenant = self._tenant(request.tenant)
-        if not tenant.is_busy:
-            tenant.service = max(tenant.service, min((t.service for t in self._tenants.values() if t.is_busy), default=0.0))
-        tenant.waiting.append(sequence)
-        self._num_unfinished += 1
+        sequence.arrival = next(self._arrivals)
+        self._tenants.push(sequence, is_warm=self._is_warm(sequence))
+        self._unfinished.add(sequence)
+        heapq.heappush(self._deadlines, (sequence.deadline_s, sequence.arrival, sequence))
+        if len(self._deadlines) > 2 * len(self._unfinished) + 64:
+            self._deadlines = [entry for entry in self._deadlines if entry[2] in self._unfinished]
+            heapq.heapify(self._deadlines)
 
     def cancel(self, sequence: Sequence) -> None:
         """Forget an unfinished request: its lane and pages are free at once. A prefill that others wait for goes on."""
         if sequence in self._active:
-            self._leave(sequence)
+            self._withdraw(sequence)
         else:
-            self._tenant(sequence.request.tenant).waiting.remove(sequence)
-            self._end(sequence)
+            self._tenants[sequence.request.tenant].remove(sequence)
+        self._end(sequence)
+
+    def expired(self, now: float) -> list[Sequence]:
+        """Unfinished requests whose deadline has passed, each named once; the caller cancels them. now: seconds of the same clock as `deadline_s`."""
+        found = []
+        while self._deadlines and self._deadlines[0][0] <= now:
+            sequence = heapq.heappop(self._deadlines)[2]
+            if sequence in self._unfinished:
+                found.append(sequence)
+        return found
+
+    def publish_moved(self, run_id: str) -> None:
+        """The run has a new version: its unfinished requests are prefilled again under it before their next token.
+
+        Not those that pin a version, nor those of a deterministic run. Their K/V stay cached under the old version.
+        """
+        newest = self._slots.newest(run_id)
+        for sequence in list(self._active):
+            request = sequence.request
+            is_moving = request.run_id == run_id and request.version is None and not self._is_deterministic(sequence)
+            if is_moving and sequence.kv_version != newest:
+                self._preempt(sequence)
 
     def waiting(self) -> list[Waiting]:
         """Every unfinished request, with what it waits for."""
-        found = [Waiting(s.request.request_id, s.request.tenant, 0, "decoding" if s.is_prefilled else "prefill") for s in self._active]
-        for tenant in self._tenants.values():
-            reason: Reason = "pages" if self._blocked_on_pages == tenant.name else "lanes"
-            found += [Waiting(s.request.request_id, tenant.name, position, reason) for position, s in enumerate(tenant.waiting)]
+        found = []
+        for s in self._active:
+            reason: Reason = self._left_out.get(s, "decoding") if s.is_prefilled else "prefill"
+            found.append(Waiting(s.request.request_id, s.request.tenant, 0, reason))
+        for tenant in self._tenants:
+            reason = "lanes" if self._blocked_on_pages is None else "pages" if self._blocked_on_pages == tenant.name else "fairness"
+            found += [Waiting(s.request.request_id, tenant.name, position, reason) for position, s in enumerate(tenant.queue())]
         return found
 
     def plan(self) -> PrefillDispatch | DecodeDispatch | None:
@@ -150,177 +226,200 @@ class Scheduler:
         """
         self._admit()
         ready = [sequence for sequence in self._active if sequence.is_prefilled]
-        self._prefilled_last = bool(self._prefills) and not (self._prefilled_last and ready)
-        if self._prefilled_last:
-            return self.plan_prefill()
-        return self._plan_decode(ready) if ready else None
+        if self._prefilled_last or not self._prefills:
+            ready = self._with_pages(ready)
+            if ready:
+                self._prefilled_last = False
+                return self._plan_decode(ready)
+        self._prefilled_last = bool(self._prefills)
+        return self._plan_prefill() if self._prefills else None
+
+    def complete_prefill(self, dispatch: PrefillDispatch, scored: Many[Scored]) -> None:
+        """Record the log-probabilities of prompt ids that a dispatch found, for its rows with targets in order."""
+        for row, found in zip([row for row in dispatch.rows if row.targets], scored, strict=True):
+            assert row.scored is not None
+            row.scored.prompt_logprobs.extend(found.logprobs)
+            row.scored.prompt_top.extend(found.top)
 
     def complete(self, dispatch: DecodeDispatch, sampled: Many[Many[Sampled]]) -> list[Sequence]:
         """Record what a dispatch sampled, per tile and lane; charge it; return the sequences that finished, whose pages are now only cached."""
         finished = []
         for tile, lanes in zip(dispatch.tiles, sampled, strict=True):
             for sequence, lane in zip(tile.sequences, lanes, strict=True):
-                sequence.append(lane.ids, lane.behavior_logprobs, tile.version)
-                self._charge(sequence.request.tenant, DECODE_CHARGE * len(lane.ids))
+                sequence.append(lane.ids, lane.behavior_logprobs, tile.version, lane.top)
+                self._tenants.charge(sequence.request.tenant, DECODE_CHARGE * len(lane.ids))
                 if sequence.is_finished:
                     finished.append(sequence)
         for sequence in finished:
-            self._adopt(sequence)
-            self._leave(sequence)
+            self._cache(sequence)
+            self._withdraw(sequence)
+            self._end(sequence)
         return finished
-
-    def _tenant(self, name: str) -> _Tenant:
-        tenant = self._tenants.get(name)
-        if tenant is None:
-            tenant = self._tenants[name] = _Tenant(name)
-        return tenant
-
-    def _charge(self, tenant: str, tokens: int) -> None:
-        account = self._tenants[tenant]
-        account.service += tokens / account.weight
 
     # Admission
 
     def _admit(self) -> None:
         self._blocked_on_pages = None
-        while (tenant := self._next_tenant()) is not None:
-            if not self._place(tenant.waiting[0]):
-                self._blocked_on_pages = tenant.name
-                return
-            self._active[tenant.waiting.popleft()] = None
+        while (tenant := self._tenants.next_to_admit(self._limits.widths[-1])) is not None:
+            sequence = tenant.first()
+            needs = self._needs(sequence)
+            if (missing := self._num_missing(sequence, needs)) > 0:
+                victims = self._claims().yielding_to(tenant, missing, len(needs.match.chain) + needs.num_new + needs.num_own)
+                for victim in victims:
+                    self._preempt(victim)
+                if victims:
+                    needs = self._needs(sequence)
+                if not victims or self._num_missing(sequence, needs) > 0:
+                    self._blocked_on_pages = tenant.name
+                    return
+            self._place(sequence, needs)
+            self._active[tenant.pop()] = None
             tenant.num_active += 1
+            if sequence.turn < 0:
+                sequence.turn = next(self._turns)
 
-    def _next_tenant(self) -> _Tenant | None:
-        """The tenant whose turn it is to get a lane, None if nobody may. If the one with the fewest lanes per weight may not, then nobody may."""
-        queued = [tenant for tenant in self._tenants.values() if tenant.waiting]
-        if not queued:
-            return None
-        tenant = min(queued, key=lambda t: (t.num_active / t.weight, t.service))
-        if len(self._active) < self._num_lanes:
-            return tenant
-        share = self._num_lanes * tenant.weight / sum(t.weight for t in self._tenants.values() if t.is_busy)
-        return tenant if tenant.num_active < max(1.0, share) else None
-
-    def _place(self, sequence: Sequence) -> bool:
-        """Reserve all pages that the request may need, sharing what is cached; start a prefill for what is not. False: not enough pages now."""
-        request = sequence.request
-        prefix = request.prompt_ids[:-1]
+    def _needs(self, sequence: Sequence) -> _Needs:
+        request, prefix = sequence.request, sequence.filled_ids
         version = self._slots.newest(request.run_id) if request.version is None else request.version
-        namespace, match = self._match(sequence, prefix, version)
-        is_known = match.num_positions == len(prefix)
-        num_own = sequence.num_table_pages - len(prefix) // PAGE
-        num_new = 0 if is_known else -(-len(prefix) // PAGE) - len(match.chain)
-        kept = match.chain if match.source is None else (*match.chain, match.source)
-        self.pool.keep(kept)
-        if num_own + num_new > self.pool.num_available:
-            self.pool.release(kept)
-            return False
-        is_mixed = namespace[1] != version and match.num_positions > 0
-        sequence.namespace, sequence.kv_version = namespace, None if is_mixed else version
-        nodes = kept if is_known else match.chain + self._start_prefill(sequence, version, match)
-        num_full = len(prefix) // PAGE
-        sequence.chain, sequence.source = nodes[:num_full], nodes[num_full] if len(nodes) > num_full else None
-        sequence.own_pages = self.pool.take(num_own)
-        sequence.table = [node.page for node in sequence.chain] + sequence.own_pages
-        return True
+        namespace, match = self._match(sequence, version)
+        num_new = 0 if match.num_positions == len(prefix) else -(-len(prefix) // PAGE) - len(match.chain)
+        num_pages = sequence.num_table_pages if self._is_deterministic(sequence) else sequence.num_pages_for(self._limits.num_steps)
+        return _Needs(version, namespace, match, num_new, num_pages - len(prefix) // PAGE)
 
-    def _match(self, sequence: Sequence, prefix: tuple[int, ...], version: int) -> tuple[Namespace, Match]:
-        """The namespace that knows most of the prefix: the version's, unless the episode itself has more."""
-        request = sequence.request
-        pure: Namespace = (request.run_id, version)
-        match = self.pool.match(pure, prefix)
-        if request.version is None and request.episode_id:
-            own: Namespace = (request.run_id, request.episode_id)
-            own_match = self.pool.match(own, prefix)
+    def _match(self, sequence: Sequence, version: int) -> tuple[Namespace, Match]:
+        """The namespace that knows most of what a request has so far: the version's, unless its own has more."""
+        pure: Namespace = (sequence.request.run_id, version)
+        own = self._own_namespace(sequence)
+        if sequence.wants_scores:
+            return (pure[0], sequence), NOTHING
+        match = self.pool.match(pure, sequence.filled_ids)
+        if own is not None:
+            own_match = self.pool.match(own, sequence.filled_ids)
             if own_match.num_positions > match.num_positions:
                 return own, own_match
         return pure, match
 
-    def _start_prefill(self, sequence: Sequence, version: int, match: Match) -> tuple[Node, ...]:
+    def _own_namespace(self, sequence: Sequence) -> Namespace | None:
+        """Where K/V of several versions may be found: that of its episode, else its own. None: all its K/V must be of one version, or prefilled."""
         request = sequence.request
-        prefix = request.prompt_ids[:-1]
-        parent = match.chain[-1] if match.chain else None
-        start = PAGE * len(match.chain)
-        nodes = self.pool.extend(sequence.namespace, parent, prefix[start:])
-        self._slots.acquire(request.run_id, version)
-        table = [node.page for node in match.chain + nodes]
-        prefill = Prefill(request.tenant, request.run_id, version, prefix, list(nodes), table, parent, match.source, start, match.num_positions)
-        self._prefills.append(prefill)
-        return nodes
+        if request.version is not None or self._limits.recomputes or self._is_deterministic(sequence):
+            return None
+        return request.run_id, request.episode_id or sequence
+
+    def _is_warm(self, sequence: Sequence) -> bool:
+        """Its episode has most of the K/V that it needs, here or in host memory."""
+        own = self._own_namespace(sequence)
+        if own is None or not self.pool.knows(own):
+            return False
+        return 2 * self.pool.match(own, sequence.filled_ids).num_positions > len(sequence.filled_ids)
+
+    def _num_missing(self, sequence: Sequence, needs: _Needs) -> int:
+        """Pages that are missing for a request, with room for the active ones to grow; that room is for nobody if none is active."""
+        num_needed = needs.num_new + needs.num_own
+        if self._active:
+            num_held = len(needs.match.chain) + num_needed
+            held = [(s, len(s.table)) for s in self._active] + [(sequence, num_held)]
+            num_needed += sum(max(0, min(ROOM_TO_GROW, s.num_table_pages - num)) for s, num in held if not self._is_deterministic(s))
+        return self.pool.num_missing(num_needed, needs.kept)
+
+    def _place(self, sequence: Sequence, needs: _Needs) -> None:
+        """Give a request its pages, sharing what is cached, and start a prefill for what is not."""
+        num_prefix = len(sequence.filled_ids)
+        match, num_full = needs.match, num_prefix // PAGE
+        self.pool.keep(needs.kept)
+        is_mixed = needs.namespace[1] != needs.version and match.num_positions > 0
+        sequence.namespace, sequence.kv_version = needs.namespace, None if is_mixed else needs.version
+        nodes = needs.kept
+        if needs.num_new:
+            nodes = match.chain + self._prefills.start(sequence, needs.namespace, needs.version, match)
+        sequence.chain, sequence.source = nodes[:num_full], nodes[num_full] if len(nodes) > num_full else None
+        sequence.own_pages = self.pool.take(needs.num_own)
+        sequence.table = [node.page for node in sequence.chain] + sequence.own_pages
+        sequence.block_pages = tuple(sequence.table[BLOCK_PAGES - 1 : num_full : BLOCK_PAGES])
+        self.counts.num_asked += num_prefix
+        self.counts.num_found += match.num_positions
+        self.counts.num_recomputed += max(0, min(sequence.num_filled, num_prefix) - match.num_positions)
+
+    # Preemption
+
+    def _with_pages(self, ready: list[Sequence]) -> list[Sequence]:
+        """Give each the pages that the next dispatch may write, the first admitted first; those of them that are still active."""
+        for sequence in sorted(ready, key=lambda s: s.turn):
+            while sequence in self._active and (missing := sequence.num_pages_for(self._limits.num_steps) - len(sequence.table)) > 0:
+                if self.pool.num_missing(missing) > 0:
+                    self._preempt(self._claims().least())
+                else:
+                    pages = self.pool.take(missing)
+                    sequence.own_pages += pages
+                    sequence.table += pages
+        return [sequence for sequence in ready if sequence in self._active]
+
+    def _claims(self) -> Claims:
+        return Claims(self._tenants, self._active, lambda sequence: not self._is_deterministic(sequence))
+
+    def _preempt(self, sequence: Sequence) -> None:
+        """Take its pages, cache what it has filled, and put it back in front of its tenant's queue."""
+        self.counts.num_preempted += 1
+        if sequence.is_prefilled:
+            sequence.num_filled = max(sequence.num_filled, sequence.position)
+        self._cache(sequence, is_coming_back=True)
+        self._withdraw(sequence)
+        if sequence.wants_scores:
+            sequence.prompt_logprobs.clear()
+            sequence.prompt_top.clear()
+            self.pool.drop((sequence.request.run_id, sequence))
+        self._tenants[sequence.request.tenant].push_back(sequence)
 
     # Planning
 
-    def plan_prefill(self) -> PrefillDispatch:
-        """Fill the rows one by one from the prefills of the tenant with the least service; a tenant's own go in order. There is a prefill.
-
-        The first of all prefills can always run: what it builds on was started before it, or filled when it started.
-        """
-        copies: list[PageCopy] = []
-        rows: list[PrefillRow] = []
-        is_fixed = False
-        limit = self._fixed_rows if any(p.run_id in self._deterministic for p in self._prefills) else self._max_rows
-        while len(rows) < limit and (runnable := [p for p in self._prefills if p.can_run]):
-            prefill = min(runnable, key=lambda p: self._tenants[p.tenant].service)
-            if prefill.source is not None:
-                copies.append(PageCopy(prefill.source.page, prefill.nodes[0].page))
-                self.pool.release((prefill.source,))
-                prefill.source = None
-            rows.append(self._next_row(prefill))
-            is_fixed |= prefill.run_id in self._deterministic
-            if prefill.next_position == prefill.stop:
-                self._end_prefill(prefill)
-        return PrefillDispatch(copies, rows, is_fixed)
-
-    def _next_row(self, prefill: Prefill) -> PrefillRow:
-        begin = prefill.next_position
-        end = min(begin + CHUNK, prefill.stop)
-        prefill.next_position = end
-        node_end = prefill.start
-        for node in prefill.nodes:
-            node_end += len(node.ids)
-            node.is_filled = node_end <= end
-        self._charge(prefill.tenant, PREFILL_CHARGE * (end - begin))
-        slot = self._slots.slot(prefill.run_id, prefill.version)
-        return PrefillRow(prefill.ids[begin:end], begin, prefill.table[: -(-end // PAGE)], slot)
-
-    def _end_prefill(self, prefill: Prefill) -> None:
-        self._prefills.remove(prefill)
-        if prefill.source is not None:
-            self.pool.release((prefill.source,))
-        self._slots.release(prefill.run_id, prefill.version)
+    def _plan_prefill(self) -> PrefillDispatch:
+        limit = self._fixed_rows if self._prefills.has_run(self._deterministic) else self._limits.num_rows
+        copies, rows, runs = self._prefills.plan_rows(limit)
+        return PrefillDispatch(copies, rows, bool(runs & self._deterministic), *self._moves())
 
     def _plan_decode(self, ready: list[Sequence]) -> DecodeDispatch:
-        """Pack what is ready into tiles; if there are more than fit, tenants take turns by service, each with its oldest requests first."""
-        queues: dict[str, deque[LaneTile]] = {}
-        for tile in self._tiles(ready):
-            queues.setdefault(tile.sequences[0].request.tenant, deque()).append(tile)
-        service = {name: self._tenants[name].service for name in queues}
-        tiles: list[LaneTile] = []
-        limit = self._fixed_lanes if any(self._is_deterministic(sequence) for sequence in ready) else self._num_lanes
-        while queues and len(tiles) < limit // LANES_PER_TILE:
-            name = min(queues, key=service.__getitem__)
-            tile = queues[name].popleft()
-            tiles.append(tile)
-            service[name] += DECODE_CHARGE * len(tile.sequences) / self._tenants[name].weight
-            if not queues[name]:
-                del queues[name]
+        """Choose lanes and pack them into tiles."""
+        limit, num_per_tile = self._fixed_lanes, LANES_PER_TILE
+        if not any(self._is_deterministic(sequence) for sequence in ready):
+            limit = self._limits.widths[-1]
+            num_per_tile = lanes_per_tile(list(Counter(self._adapter(sequence) for sequence in ready).values()), self._limits.widths)
+        tiles = pack(self._choose_lanes(ready, num_per_tile, limit // num_per_tile), num_per_tile)
         copies = [copy for tile in tiles for sequence in tile.sequences for copy in self._own_source(sequence)]
-        return DecodeDispatch(copies, tiles, is_fixed=any(self._is_deterministic(tile.sequences[0]) for tile in tiles))
+        is_fixed = any(self._is_deterministic(tile.sequences[0]) for tile in tiles)
+        return DecodeDispatch(copies, tiles, is_fixed, num_per_tile, *self._moves())
 
-    def _tiles(self, ready: list[Sequence]) -> list[LaneTile]:
-        """Ready sequences of one tenant and one adapter slot, eight to a tile, in order of admission."""
-        tiles: list[LaneTile] = []
-        open_tiles: dict[tuple[str, int], LaneTile] = {}
-        for sequence in ready:
-            request = sequence.request
-            version = self._slots.newest(request.run_id) if request.version is None else request.version
-            key = (request.tenant, self._slots.slot(request.run_id, version))
-            tile = open_tiles.get(key)
-            if tile is None or len(tile.sequences) == LANES_PER_TILE:
-                tile = open_tiles[key] = LaneTile(key[1], version, [])
-                tiles.append(tile)
-            tile.sequences.append(sequence)
-        return tiles
+    def _choose_lanes(self, ready: list[Sequence], num_per_tile: int, max_tiles: int) -> list[Lane]:
+        """Tenants take turns by service, each with its first admitted requests first; a lane opens a tile, or joins one of its adapter version."""
+        queues: dict[str, deque[Sequence]] = {}
+        for sequence in sorted(ready, key=lambda s: s.turn):
+            queues.setdefault(sequence.request.tenant, deque()).append(sequence)
+        turns = [(self._tenants[name].service, index, name) for index, name in enumerate(queues)]
+        heapq.heapify(turns)
+        room: Counter[tuple[str, int]] = Counter()
+        lanes: list[Lane] = []
+        self._left_out = {}
+        num_tiles = 0
+        while turns:
+            service, index, name = heapq.heappop(turns)
+            sequence = queues[name].popleft()
+            adapter = self._adapter(sequence)
+            if not room[adapter] and (num_tiles == max_tiles or not self._slots.bring(*adapter)):
+                self._left_out[sequence] = "fairness" if num_tiles == max_tiles else "slot"
+            else:
+                if not room[adapter]:
+                    num_tiles += 1
+                    room[adapter] = num_per_tile
+                room[adapter] -= 1
+                lanes.append(Lane(sequence, self._slots.slot(*adapter), adapter[1], not self._is_deterministic(sequence)))
+                service += DECODE_CHARGE / self._tenants[name].weight
+            if queues[name]:
+                heapq.heappush(turns, (service, index, name))
+        return lanes
+
+    def _adapter(self, sequence: Sequence) -> tuple[str, int]:
+        """The run and version of its next token."""
+        request = sequence.request
+        return request.run_id, self._slots.newest(request.run_id) if request.version is None else request.version
 
     def _own_source(self, sequence: Sequence) -> Iterator[PageCopy]:
         """Before its first decode step a sequence copies the page that it shares in part: it is about to write there."""
@@ -329,43 +428,46 @@ class Scheduler:
             self.pool.release((sequence.source,))
             sequence.source = None
 
+    def _moves(self) -> tuple[list[PageMove], list[PageMove]]:
+        """The last thing of a plan: nothing is given up after it."""
+        stores, loads = self.pool.take_moves()
+        return [PageMove(*move) for move in stores], [PageMove(*move) for move in loads]
+
     def _is_deterministic(self, sequence: Sequence) -> bool:
         return sequence.request.run_id in self._deterministic
 
     # Leaving
 
-    def _adopt(self, sequence: Sequence) -> None:
-        """Cache a finished sequence's pages: for everyone if all of them are of one version, and for its episode in any case.
+    def _cache(self, sequence: Sequence, *, is_coming_back: bool = False) -> None:
+        """Cache a sequence's pages: for everyone if all of them are of one version, and for its episode, or its own return, in any case.
 
-        Not those of a deterministic run: what was prefilled is cached, and the rest was decoded.
+        Not those of a deterministic run: what was prefilled is cached, and the rest was decoded. Nor before it has a copy of what it shares in part.
         """
-        if self._is_deterministic(sequence):
+        if self._is_deterministic(sequence) or not sequence.is_prefilled or sequence.source is not None:
             return
-        run_id, episode_id = sequence.request.run_id, sequence.request.episode_id
+        request, ids = sequence.request, sequence.filled_ids
+        is_awaited = is_coming_back or bool(request.episode_id)
         if sequence.kv_version is not None:
-            self.pool.adopt((run_id, sequence.kv_version), sequence.filled_ids, sequence.table)
-        if episode_id:
-            self.pool.adopt((run_id, episode_id), sequence.filled_ids, sequence.table)
+            self.pool.adopt((request.run_id, sequence.kv_version), ids, sequence.table, is_awaited=is_awaited)
+        own = self._own_namespace(sequence)
+        if own is not None and is_awaited:
+            self.pool.adopt(own, ids, sequence.table, is_awaited=True)
 
-    def _leave(self, sequence: Sequence) -> None:
+    def _withdraw(self, sequence: Sequence) -> None:
+        """It is active no more and holds no pages."""
         del self._active[sequence]
         self._tenants[sequence.request.tenant].num_active -= 1
+        self.pool.give_back(sequence.own_pages)
         if sequence.source is not None:
             self.pool.release((sequence.source,))
         self.pool.release(sequence.chain)
-        self.pool.give_back(sequence.own_pages)
-        self._trim_prefills()
-        self._end(sequence)
-
-    def _trim_prefills(self) -> None:
-        """Give up what no request waits for any more, from the end: whoever keeps a node keeps all nodes before it."""
-        for prefill in reversed(self._prefills.copy()):
-            while prefill.nodes and not prefill.nodes[-1].num_users and not prefill.nodes[-1].is_filled:
-                self.pool.forget(prefill.nodes.pop())
-            if prefill.next_position >= prefill.stop:
-                self._end_prefill(prefill)
+        sequence.chain, sequence.source, sequence.own_pages, sequence.table, sequence.block_pages = (), None, [], [], ()
+        self._prefills.trim()
 
     def _end(self, sequence: Sequence) -> None:
-        self._num_unfinished -= 1
-        if sequence.request.version is not None:
-            self._slots.release(sequence.request.run_id, sequence.request.version)
+        request = sequence.request
+        self._unfinished.remove(sequence)
+        self._left_out.pop(sequence, None)
+        self.pool.drop((request.run_id, sequence))
+        if request.version is not None:
+            self._slots.release(request.run_id, request.version)

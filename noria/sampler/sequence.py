@@ -1,11 +1,14 @@
 """What the sampler works on: a sequence (one request on its way), a prefill (one prompt's K/V on their way), and the two kinds of dispatch.
 
-    waiting ──admitted──▶ prefilling ──all prompt pages filled──▶ decoding ──stop id, max_tokens──▶ finished
+    waiting ──admitted──▶ prefilling ──all pages before its last id filled──▶ decoding ──stop, max_tokens──▶ finished
+       ▲                      │                                                  │
+       └──────────────────────┴── preempted: gives its pages to others, and keeps what it has sampled
 
 The positions of a prompt but its last are prefilled (K/V only); the last prompt id is the first decode input. So decoding is the only program that
 samples, and a prompt is prefilled once, whoever asks first.
 """
 
+import math
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -19,6 +22,9 @@ LANES_PER_TILE = 8
 CHUNK = 32
 """Positions of a prefill row."""
 
+BLOCK_PAGES = 8
+"""Pages that attention reads at once; a shared prefix is a multiple of it."""
+
 MAX_STOP_IDS = 8
 """Stop ids of one request, the model's end-of-text id included: the width of a device array."""
 
@@ -27,9 +33,13 @@ MAX_STOP_IDS = 8
 class Sequence:
     """One request and all its state. Created on the event loop, then touched by the device thread only.
 
-    stop_ids: the request's and the model's end-of-text id, sorted. Set at admission: namespace, kv_version (the version of all its K/V so far, None
-    if mixed), chain (the shared full prompt pages it keeps), source (a shared page to be copied into the first own page before decoding), own_pages,
-    table (chain's pages, then own pages, in position order).
+    stop_ids: the request's and the model's end-of-text id, sorted. deadline_s: by the engine's clock; then it is `expired`. is_stopped: its text has
+    come to contain a stop text, with the last sampled token. num_mixed: tokens sampled over K/V of another version. prompt_logprobs, prompt_top: of
+    the prompt's ids but the first, if the request wants them, filled as its rows run. arrival, turn: its number among all that were submitted, and
+    among all that were admitted, which it keeps when preempted; then num_filled is how many positions it had filled.
+    Set at admission: namespace, kv_version (the version of all its K/V so far, None if mixed), chain (the shared full pages it keeps), source (a
+    shared page to be copied into the first own page before decoding), own_pages (grown as it decodes), table (chain's pages, then own pages, in
+    position order), block_pages (the last of each BLOCK_PAGES pages of the chain: who has it in common has all before it in common, but for doubles).
     """
 
     request: SampleRequest
@@ -37,12 +47,22 @@ class Sequence:
     sampled_ids: list[int] = field(default_factory=list)
     behavior_logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    top: list[TopIds] = field(default_factory=list)
+    prompt_logprobs: list[float] = field(default_factory=list)
+    prompt_top: list[TopIds] = field(default_factory=list)
+    deadline_s: float = math.inf
+    is_stopped: bool = False
+    num_mixed: int = 0
+    arrival: int = 0
+    turn: int = -1
+    num_filled: int = 0
     namespace: Namespace = ("", 0)
     kv_version: int | None = None
     chain: tuple[Node, ...] = ()
     source: Node | None = None
     own_pages: list[int] = field(default_factory=list)
     table: list[int] = field(default_factory=list)
+    block_pages: tuple[int, ...] = ()
 
     @property
     def position(self) -> int:
@@ -62,7 +82,16 @@ class Sequence:
     @property
     def num_table_pages(self) -> int:
         """Pages of all positions that this request may ever feed."""
-        return -(-(len(self.request.prompt_ids) + self.request.params.max_tokens - 1) // PAGE)
+        return self.num_pages_for(self.num_remaining)
+
+    def num_pages_for(self, num_steps: int) -> int:
+        """Pages of all positions up to those that it feeds in that many more steps."""
+        return -(-(self.position + min(num_steps, self.num_remaining)) // PAGE)
+
+    @property
+    def wants_scores(self) -> bool:
+        """Log-probabilities of its prompt are still to be found, by prefilling all of it."""
+        return self.request.wants_prompt and len(self.prompt_logprobs) < len(self.request.prompt_ids) - 1
 
     @property
     def is_prefilled(self) -> bool:
@@ -72,25 +101,43 @@ class Sequence:
 
     @property
     def is_finished(self) -> bool:
-        return bool(self.sampled_ids) and (self.sampled_ids[-1] in self.stop_ids or self.num_remaining == 0)
+        return bool(self.sampled_ids) and (self._has_stop or self.num_remaining == 0)
 
     @property
     def filled_ids(self) -> Ids:
-        """The ids whose K/V lie in the table's pages once it has finished: all but the last sampled one."""
-        return self.request.prompt_ids + tuple(self.sampled_ids[:-1])
+        """The ids whose K/V its next decode step reads: all but the last so far. Once it decodes, they lie in the table's pages."""
+        return self.request.prompt_ids + tuple(self.sampled_ids[:-1]) if self.sampled_ids else self.request.prompt_ids[:-1]
 
-    def append(self, ids: Many[int], behavior_logprobs: Many[float], version: int) -> None:
+    def append(self, ids: Many[int], behavior_logprobs: Many[float], version: int, top: Many[TopIds] = ()) -> None:
         """Record what one dispatch sampled."""
+        if self.position == 0:
+            self.kv_version = version  # no K/V yet that could be of another
         self.sampled_ids.extend(ids)
         self.behavior_logprobs.extend(behavior_logprobs)
         self.versions.extend([version] * len(ids))
+        self.top.extend(top)
         if version != self.kv_version:
             self.kv_version = None
+            self.num_mixed += len(ids)
 
     def completion(self) -> Completion:
         """The finished request's answer."""
-        reason: FinishReason = "stop" if self.sampled_ids[-1] in self.stop_ids else "length"
-        return Completion(tuple(self.sampled_ids), tuple(self.behavior_logprobs), tuple(self.versions), reason)
+        reason: FinishReason = "stop" if self._has_stop else "length"
+        return Completion(
+            tuple(self.sampled_ids),
+            tuple(self.behavior_logprobs),
+            tuple(self.versions),
+            reason,
+            top=tuple(self.top),
+            prompt_logprobs=tuple(self.prompt_logprobs),
+            prompt_top=tuple(self.prompt_top),
+            is_trainable=self.request.params.is_trainable,
+            num_mixed=self.num_mixed,
+        )
+
+    @property
+    def _has_stop(self) -> bool:
+        return self.is_stopped or self.sampled_ids[-1] in self.stop_ids
 
 
 @dataclass(eq=False, slots=True)
@@ -98,7 +145,8 @@ class Prefill:
     """The K/V of a prompt's positions `next_position` to `stop` (exclusive) that no page holds yet: independent of the request that asked first.
 
     nodes: the pages to be filled, in order; the first begins at position `start`. table: all pages from position 0 on. parent: the node before them,
-    filled by an earlier prefill at the latest. source: a page whose first ids agree, to be copied into the first node.
+    filled by an earlier prefill at the latest. source: a page whose first ids agree, to be copied into the first node. scored: the request that wants
+    the log-probabilities of these ids, whose alone the prefill is then.
     """
 
     tenant: str
@@ -111,10 +159,16 @@ class Prefill:
     source: Node | None
     start: int
     next_position: int
+    scored: Sequence | None = None
+
+    @property
+    def num_remaining(self) -> int:
+        """Positions still to be filled."""
+        return self.stop - self.next_position
 
     @property
     def stop(self) -> int:
-        return self.start + sum(len(node.ids) for node in self.nodes)
+        return self.start + PAGE * (len(self.nodes) - 1) + len(self.nodes[-1].ids) if self.nodes else self.start
 
     @property
     def can_run(self) -> bool:
@@ -139,7 +193,8 @@ class PageMove(NamedTuple):
 class PrefillRow(NamedTuple):
     """Up to CHUNK consecutive positions of one prompt: ids, the position of the first, all pages from position 0 to the last, adapter slot.
 
-    targets: the ids that follow each position, if their log-probabilities are wanted, else none. num_top: most likely ids wanted beside them.
+    targets: the ids that follow each position, if `scored` wants their log-probabilities, else none; then all rows of the dispatch have some.
+    num_top: most likely ids wanted beside them.
     """
 
     ids: Ids
@@ -148,6 +203,7 @@ class PrefillRow(NamedTuple):
     slot: int
     targets: Ids = ()
     num_top: int = 0
+    scored: Sequence | None = None
 
 
 class LaneTile(NamedTuple):

@@ -179,9 +179,18 @@ def _build(config: ServerConfig, base: LoadedBase, database: Engine, state_dir: 
     learner = Learner(
         params.stacked, base.config, config.learner, spans=spans, clock=clock, wake=wake, max_stall_s=max_stall_s, spill_dir=state_dir / PAGES
     )
-    eos_id, classes = base.tokenizer.eos_id, config.learner.rank_classes
-    shapes = Shapes.of(config.sampler, resident_tops(config.learner))
-    sampler = SamplerEngine(params, base.config, config.sampler, rank_classes=classes, eos_id=eos_id, spans=spans, wake=wake, shapes=shapes)
+    sampler = SamplerEngine(
+        params,
+        base.config,
+        config.sampler,
+        rank_classes=config.learner.rank_classes,
+        eos_id=base.tokenizer.eos_id,
+        spans=spans,
+        clock=clock,
+        tokenizer=base.tokenizer,
+        wake=wake,
+        shapes=Shapes.of(config.sampler, resident_tops(config.learner)),
+    )
     shares = {"sampler": config.sampler_share, "learner": 1 - config.sampler_share}
     device = SharedDevice({"sampler": sampler, "learner": learner}, shares, clock, max_stall_s)
     wakers.append(device)

@@ -4,13 +4,15 @@ Due are version 0, the last version of a supervised phase, every multiple of `ev
 version that it ends with. A due version is evaluated exactly once, whatever happens in between: what is due and has no result in the store is
 pending, its files are kept, and a restart publishes and evaluates it before it goes on.
 
-At most one evaluation of a run is under way, since each keeps a version in a slot of the sampler that the run's newest one cannot have. The next due
-version waits for it, and training waits with that version, since a version can only be evaluated if it is pinned before a newer one is published:
-evaluations that are slower than the steps between them slow their own run down, and nobody else's. So at most two versions are ever pending.
+At most one evaluation of a run is under way, since each keeps a version in the sampler's host memory, and its episodes take room among the actors.
+The next due version waits for it, and training waits with that version, since a version can only be evaluated if it is pinned before a newer one is
+published: evaluations that are slower than the steps between them slow their own run down, and nobody else's. So at most two versions are ever
+pending.
 """
 
 import asyncio
 from collections.abc import Callable, Coroutine, Iterable
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeAlias, final
 
@@ -38,11 +40,6 @@ class Evaluations:
         self._held_out = held_out_tasks(rules.environment, config.evaluation.num_tasks)
         self._pinned: int | None = None
         self._task: asyncio.Task[None] | None = None
-
-    @property
-    def is_under_way(self) -> bool:
-        """An evaluation holds a version in the sampler."""
-        return self._pinned is not None
 
     @property
     def best(self) -> int | None:
@@ -93,9 +90,10 @@ class Evaluations:
 
     async def _evaluate(self, version: int) -> None:
         run_id, stages, how = self._config.name, self._stages, self._config.evaluation
+        rules = replace(self._rules, top_k=how.top_k, top_p=how.top_p)
         try:
             result = await stages.pool.evaluate(
-                self._rules, self._held_out, version=version, samples=how.samples, temperature=how.temperature, solved_at=how.solved_at
+                rules, self._held_out, version=version, samples=how.samples, temperature=how.temperature, solved_at=how.solved_at
             )
             row = store.EvaluationRow(version, result.accuracy, result.mean_reward, len(self._held_out), result.num_failed, result.pass_at)
             now_s = stages.clock.wall()

@@ -12,7 +12,7 @@ from typing import Protocol, final
 
 import numpy as np
 
-from noria.errors import PublishProofError, SlotsExhaustedError
+from noria.errors import PublishProofError
 from noria.model.lora import HostAdapter
 from noria.observe import log_event
 from noria.protocols import Clock, Sampler, Spans
@@ -29,18 +29,15 @@ TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-2}
 
 PROBE_TENANT = "noria"
 
-SLOT_RETRY_S = 0.05
-"""Between two tries to get a slot: short beside an evaluation, which is what holds slots; a try costs the device microseconds."""
-
 
 class PublishingSampler(Sampler, Protocol):
     """The sampler as its publisher sees it: both methods belong to the device thread."""
 
     def publish(self, run_id: str, version: int, adapter: HostAdapter, scale: float) -> None:
-        """Make `version` the run's newest between two dispatches."""
+        """Make `version` the run's newest between two dispatches. Keeps `adapter`."""
 
     def checksum(self, run_id: str, version: int) -> int:
-        """The checksum of the version's bytes on the device."""
+        """The checksum of the version's bytes on the device, where they are brought if they are not there."""
 
 
 class Scorer(Protocol):
@@ -70,9 +67,11 @@ class Publisher:
         self._probe_ids, self._tolerance = probe_ids, TOLERANCE[dtype]
 
     async def publish(self, record: AdapterVersion, adapter: HostAdapter, lora: LoraSpec, *, timeout_s: float) -> None:
-        """Publish a version whose adapter the learner holds too, and prove it. timeout_s: for a free slot, for the bytes, and for the probe, each.
+        """Publish a version whose adapter the learner holds too, and prove it. timeout_s: for the bytes, and for the probe, each.
 
-        Raises PublishProofError (checksum or probe), DeadlineExceededError, SlotsExhaustedError (none became free in time), StageStoppedError.
+        The sampler keeps `adapter` itself, so nobody may write into it any more.
+
+        Raises PublishProofError (checksum or probe), DeadlineExceededError, StageStoppedError.
         """
         with self._spans.span("adapters", "publish", record.run_id):
             await self._move(record, adapter, lora, timeout_s)
@@ -88,16 +87,8 @@ class Publisher:
             self._sampler.publish(record.run_id, record.version, adapter, lora.scale)
             return self._sampler.checksum(record.run_id, record.version)
 
-        give_up_s = self._clock.now() + timeout_s
-        while True:
-            try:
-                moving = asyncio.wrap_future(self._device.call(move))
-                found = await self._clock.wait_for(moving, timeout_s, f"publish of {record.run_id} v{record.version}")
-                break
-            except SlotsExhaustedError:
-                if self._clock.now() >= give_up_s:
-                    raise
-            await self._clock.sleep(SLOT_RETRY_S)
+        moving = asyncio.wrap_future(self._device.call(move))
+        found = await self._clock.wait_for(moving, timeout_s, f"publish of {record.run_id} v{record.version}")
         log_event(log, logging.INFO, "published", run_id=record.run_id, version=record.version, checksum=found)
         if found != record.checksum:
             raise PublishProofError(

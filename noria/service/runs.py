@@ -73,8 +73,8 @@ class ActiveRun:
     async def start(self) -> None:
         """Create the run, or bring it up at its newest committed version, and start its tasks. Nothing of a new run that is refused is stored.
 
-        Raises StateConflictError (known with another configuration), AdapterFileCorruptError, SlotsExhaustedError (no room in learner or sampler),
-        PublishProofError, DeadlineExceededError, StageStoppedError. Then the run has ended, and what it held is given back.
+        Raises StateConflictError (known with another configuration), AdapterFileCorruptError, PublishProofError, DeadlineExceededError,
+        StageStoppedError. Then the run has ended, and what it held is given back.
         """
         buffer = self._stages.buffer
         try:

@@ -11,7 +11,6 @@ from typing import TypeAlias, final
 
 from sqlalchemy import Connection
 
-from noria.errors import SlotsExhaustedError
 from noria.model.lora import AdapterState, checksum
 from noria.service import store
 from noria.service.evaluations import Evaluations
@@ -41,7 +40,7 @@ class Versions:
     async def add(self, adapter: AdapterState, metrics: Mapping[str, float], settle: Settle | None = None, *, settled: Sequence[str] = ()) -> None:
         """Commit and publish what an optimizer step made. settle: what else its transaction does; settled: ids of the groups that it settles.
 
-        Raises PublishProofError, SlotsExhaustedError, DeadlineExceededError, StageStoppedError.
+        Raises PublishProofError, DeadlineExceededError, StageStoppedError.
         """
         state = self._state
         async with state.admission:
@@ -51,15 +50,9 @@ class Versions:
         state.change()
 
     async def publish(self, record: AdapterVersion, adapter: AdapterState) -> None:
-        """Publish what the learner holds. Without a free slot in time, the run's own evaluation is waited for: then its newest version's slot is."""
-        lora, timeout_s = self._state.config.adapter.lora, self._state.config.deadlines.publish_s
-        while True:
-            may_wait = self._evaluations.is_under_way
-            try:
-                return await self._stages.publisher.publish(record, adapter.params, lora, timeout_s=timeout_s)
-            except SlotsExhaustedError:
-                if not may_wait:
-                    raise
+        """Publish what the learner holds, and prove it."""
+        config = self._state.config
+        await self._stages.publisher.publish(record, adapter.params, config.adapter.lora, timeout_s=config.deadlines.publish_s)
 
     async def retain(self, newest: int) -> None:
         """Remove from disk what need not be kept: all but the newest ones, the best one, and those that wait for their evaluation."""

@@ -1,0 +1,263 @@
+"""Exactness and endurance: seeded requests keep their bits beside any neighbours, tokens differ between shapes only where a draw is a near tie,
+nothing compiles after warm-up, and memory is flat."""
+
+import asyncio
+import gc
+import os
+import random
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import monitoring
+from sampler_builders import adapter, engine, prompt, request, run, tiny
+
+from noria.errors import DeadlineExceededError
+from noria.model.lora import checksum
+from noria.model.transformer import forward_logits
+from noria.sampler.runner import Shapes
+from noria.text.tokenizer import ByteTokenizer
+
+TIE = 1e-4
+"""A draw that a change of the logits by so much could turn into another is a near tie."""
+
+COLUMNS = 256
+RUNS = ("", "a", "b", "c")
+
+
+def fresh(one):
+    """The same request under a new id."""
+    return replace(request(one.prompt_ids), **{name: getattr(one, name) for name in one.__dataclass_fields__ if name != "request_id"})
+
+
+def with_runs(**settings):
+    sampler = engine(tokenizer=ByteTokenizer(), **settings)
+    for seed, run_id in enumerate(RUNS[1:]):
+        sampler.publish(run_id, 0, adapter(seed), 1.0)
+    return sampler
+
+
+KINDS = {
+    "plain": {},
+    "cold": {"temperature": 0.6},
+    "greedy": {"temperature": 0.0},
+    "top_k": {"top_k": 5},
+    "top_p": {"top_p": 0.8, "temperature": 1.3},
+    "most likely": {"num_top": 20},
+    "prompt": {"wants_prompt": True, "num_top": 3},
+    "stop": {"stop": ("e", "\n"), "stop_ids": (100, 101)},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_seeded_request_has_the_same_bits_whatever_its_neighbours(kind):
+    """Alone in an empty sampler; then in a crowd of all kinds, runs, lengths and cancels, and with prefixes of others in the cache."""
+    mine = [request(prompt(n, seed=n), run=run_id, max_tokens=24, seed=n, **KINDS[kind]) for n, run_id in ((3, ""), (40, "a"), (150, "b"))]
+    sampler = with_runs(num_pages=512)
+    alone = [run(sampler, fresh(one))[0] for one in mine]
+    for kinds in (["plain"], list(KINDS)):
+        rng = random.Random(kind)
+        crowd = [
+            request(
+                prompt(rng.randrange(1, 80), seed=n),
+                run=rng.choice(RUNS),
+                tenant=f"t{n % 3}",
+                max_tokens=rng.randrange(1, 40),
+                **KINDS[rng.choice(kinds)],
+            )
+            for n in range(24)
+        ]
+        asked = [*crowd[:10], fresh(mine[0]), *crowd[10:], fresh(mine[1]), fresh(mine[2])]
+        beside = run(sampler, *asked)
+        for found, expected in zip((beside[10], *beside[-2:]), alone, strict=True):
+            assert found == expected
+
+
+# Near ties
+
+
+def drawn_at(asked, ids, position):
+    """Two uniform numbers, and the weights of the vocabulary as a matrix [rows, columns], float64, from one full forward pass."""
+    logits_TV = np.asarray(forward_logits(jax.tree.map(np.asarray, tiny()[1]), tiny()[0], np.asarray(ids[:position], np.int32)), np.float64)
+    logits_V = logits_TV[-1] / (asked.params.temperature or 1.0)
+    weight_V = np.exp(logits_V - logits_V.max())
+    key = jax.random.wrap_key_data(jnp.array(divmod(asked.params.seed, 2**32), jnp.uint32), impl="threefry2x32")
+    key = jax.random.fold_in(jax.random.fold_in(key, asked.params.sample_index), position)
+    return np.asarray(jax.random.uniform(key, (2,)), np.float64), np.pad(weight_V, (0, -len(weight_V) % COLUMNS)).reshape(-1, COLUMNS)
+
+
+def margin(asked, ids, position, tokens):
+    """How near to a tie between two tokens the draw at a position was: of the logits if it was greedy, else of the cumulative distribution.
+
+    A draw takes the first column, then the first row in it, whose cumulative weight exceeds its uniform number.
+    """
+    uniform_2, weight_YZ = drawn_at(asked, ids, position)
+    one, other = sorted(tokens, key=lambda token: (token % COLUMNS, token))
+    if not asked.params.temperature:
+        return abs(np.log(weight_YZ.flat[one] / weight_YZ.flat[other]))
+    if one % COLUMNS != other % COLUMNS:
+        weights, uniform, first, last = weight_YZ.sum(0), uniform_2[0], one % COLUMNS, other % COLUMNS
+    else:
+        weights, uniform, first, last = weight_YZ[:, one % COLUMNS], uniform_2[1], one // COLUMNS, other // COLUMNS
+    borders = np.cumsum(weights)[first:last] / weights.sum()
+    return float(np.abs(borders - uniform).max())
+
+
+def test_across_shapes_tokens_are_equal_or_the_draw_was_a_near_tie():
+    asked = [request(prompt(n, seed=n), max_tokens=60, seed=n, temperature=(1.0, 0.7, 0.0)[n % 3]) for n in range(1, 49)]
+    found = []
+    for lanes, rows in (((8,), (2,)), ((16,), (4,)), ((64,), (16,))):
+        sampler = engine(shapes=Shapes(lanes=lanes, rows=rows), num_lanes=64, num_pages=512)
+        found.append(run(sampler, *(fresh(one) for one in asked)))
+    num_ties = 0
+    for one, *completions in zip(asked, *found, strict=True):
+        for other in completions[1:]:
+            pair = completions[0].sampled_ids, other.sampled_ids
+            first = next((n for n, tokens in enumerate(zip(*pair, strict=True)) if len(set(tokens)) > 1), None)
+            num_equal = len(pair[0]) if first is None else first
+            np.testing.assert_allclose(other.behavior_logprobs[:num_equal], completions[0].behavior_logprobs[:num_equal], atol=TIE)
+            if first is not None:
+                num_ties += 1
+                assert margin(one, one.prompt_ids + pair[0], len(one.prompt_ids) + first, (pair[0][first], pair[1][first])) < TIE
+    assert num_ties < 5
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.0])
+def test_hardly_any_draw_is_a_near_tie(temperature):
+    """So that the test above can fail: between the token that was drawn and any other there is nearly always more than a near tie."""
+    asked = request(prompt(20), max_tokens=30, temperature=temperature, seed=4)
+    (completion,) = run(engine(), asked)
+    ids, start = asked.prompt_ids + completion.sampled_ids, len(asked.prompt_ids)
+    others = [(token + 1 + n) % 250 for n, token in enumerate(completion.sampled_ids)]
+    margins = [margin(asked, ids, start + n, (ids[start + n], other)) for n, other in enumerate(others)]
+    assert len(margins) > 5
+    assert sum(m < TIE for m in margins) <= 2
+    for n in range(len(others)):
+        uniform_2, weight_YZ = drawn_at(asked, ids, start + n)
+        z = int(np.searchsorted(np.cumsum(weight_YZ.sum(0)), uniform_2[0] * weight_YZ.sum(), side="right"))
+        y = int(np.searchsorted(np.cumsum(weight_YZ[:, z]), uniform_2[1] * weight_YZ[:, z].sum(), side="right"))
+        assert ids[start + n] == (y * COLUMNS + z if temperature else int(weight_YZ.argmax())), "the rule that the margin assumes"
+
+
+# Endurance
+
+
+@contextmanager
+def compilations():
+    """A list that grows by one for everything that XLA compiles inside the block."""
+    found = []
+
+    def listen(event, duration, **labels):
+        if event == "/jax/core/compile/backend_compile_duration":
+            found.append(labels)
+
+    monitoring.register_event_duration_secs_listener(listen)
+    try:
+        yield found
+    finally:
+        monitoring.unregister_event_duration_listener(listen)
+
+
+class Flood:
+    """Requests of all kinds, lengths and runs, whole or as streams, some of them cancelled on the way or past their deadline."""
+
+    def __init__(self, sampler, seed, *, num_at_once=48):
+        self.sampler, self.rng, self.room = sampler, random.Random(seed), asyncio.Semaphore(num_at_once)
+        self.num_done = self.num_cut = 0
+
+    def request(self):
+        rng = self.rng
+        kind = KINDS[rng.choice(list(KINDS))]
+        run_id = rng.choice(RUNS)
+        ids = prompt(rng.choice((1, 2, rng.randrange(1, 160))), seed=rng.randrange(40))
+        version = self.sampler.newest_version(run_id) if rng.random() < 0.2 else None
+        episode = f"e{rng.randrange(20)}" if rng.random() < 0.5 else ""
+        timeout_s = 1e-3 if rng.random() < 0.02 else 600.0
+        sampling = {"max_tokens": rng.randrange(1, 24), "seed": rng.randrange(2**40), "timeout_s": timeout_s}
+        return request(ids, run=run_id, tenant=rng.choice("tuv"), version=version, episode=episode, **(sampling | kind))
+
+    async def one(self):
+        async with self.room:
+            asked = self.request()
+            work = self.stream(asked) if self.rng.random() < 0.3 else self.sampler.sample(asked)
+            task = asyncio.ensure_future(work)
+            if self.rng.random() < 0.1:
+                for _ in range(self.rng.randrange(30)):
+                    await asyncio.sleep(0)
+                task.cancel()
+            (outcome,) = await asyncio.gather(task, return_exceptions=True)
+        if isinstance(outcome, asyncio.CancelledError | DeadlineExceededError):
+            self.num_cut += 1
+        elif isinstance(outcome, BaseException):
+            raise outcome
+        else:
+            self.num_done += 1
+
+    async def stream(self, asked):
+        num_sampled = 0
+        async for tokens in self.sampler.stream(asked):
+            num_sampled += len(tokens.sampled_ids)
+        assert num_sampled == len(tokens.completion.sampled_ids)
+
+    async def all(self, num_requests, between=lambda step: None):
+        work, step = asyncio.gather(*(self.one() for _ in range(num_requests))), 0
+        while not work.done():
+            await asyncio.sleep(0)
+            between(step)
+            self.sampler.step()
+            step += 1
+        await work
+
+
+def publisher(sampler, every):
+    """Between dispatches, a new version of one run after the other."""
+    bytes_of = [adapter(seed) for seed in range(4)]
+
+    def publish(step):
+        if step % every == 0:
+            run_id = RUNS[1 + step // every % 3]
+            version = sampler.newest_version(run_id) + 1
+            sampler.publish(run_id, version, bytes_of[version % 4], 1.0)
+            assert sampler.checksum(run_id, version) == checksum(bytes_of[version % 4])
+
+    return publish
+
+
+@pytest.mark.slow
+def test_two_thousand_requests_of_every_kind_compile_nothing_after_warm_up():
+    sampler = with_runs(num_slots=3, shapes=Shapes(lanes=(8, 16), rows=(2, 4)), host_mib=8, num_pages=128)
+    sampler.warm_up()
+    num_programs, flood = sampler.num_programs, Flood(sampler, 1)
+    with compilations() as compiled:
+        asyncio.run(flood.all(2000, publisher(sampler, every=50)))
+    assert (compiled, sampler.num_programs) == ([], num_programs)
+    assert flood.num_done + flood.num_cut == 2000
+    assert flood.num_cut > 20
+    assert (sampler.num_held_pages, sampler.has_work, sampler.waiting(), sampler.num_versions) == (0, False, [], 3)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads the process's memory from /proc")
+def test_memory_is_flat_over_a_thousand_publishes_and_ten_thousand_requests():
+    """Case 99."""
+    sampler = with_runs(num_slots=2, host_mib=4, num_pages=128, shapes=Shapes(lanes=(16,), rows=(4,)))
+    publish, seen = publisher(sampler, every=1), []
+    for part in range(5):
+        asyncio.run(Flood(sampler, part).all(2000))
+        for step in range(200):
+            publish(step)
+        seen.append(footprint(sampler))
+    (resident_mib, *before), (resident_later_mib, *after) = seen[1], seen[-1]
+    assert after == before, "file descriptors, device arrays, versions, held pages, programs, Python objects of the sampler"
+    assert resident_later_mib - resident_mib < 8
+
+
+def footprint(sampler):
+    gc.collect()
+    resident_mib = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+    arrays, descriptors = len(jax.live_arrays()), len(os.listdir("/proc/self/fd"))
+    return resident_mib, descriptors, arrays, sampler.num_versions, sampler.num_held_pages, sampler.num_programs
