@@ -229,7 +229,7 @@ def test_an_evaluation_is_played_and_counted_as_the_run_file_says(tmp_path):
 @pytest.mark.parametrize(("num_slots", "version"), [(8, 2), (3, 0)])
 def test_evaluations_slower_than_steps_hold_up_their_own_run_and_fail_none(tmp_path, num_slots, version):
     """With 3 slots there is none for a second version of any run: the publish itself waits for the evaluation, beyond its own deadline."""
-    publish_s = 2.0
+    publish_s = 4.0
     config = run_config("every", algorithm={"steps": 6}, every=2, deadlines={"publish_s": publish_s})
     innocent, slow = run_config("innocent", tenant="other", num_tasks=0, algorithm={"steps": 5000}), gated()
 
