@@ -161,7 +161,8 @@ def test_a_walk_planned_for_a_longer_path_is_refused_with_both_sizes(path_positi
     planned = BatchPlanner(microbatch_shape(128), 2048).plan(LONG)
     assert planned.walk.num_blocks * 64 > 256
     message = refused(planned, path_positions=path_positions)
-    assert f"path of {planned.walk.num_blocks * 64} positions, this learner walks {path_positions}" in message
+    longest = int(LONG.depth_T.max()) + 1
+    assert f"path of {longest} positions in {planned.walk.num_blocks} tiles, this learner walks {path_positions}" in message
 
 
 def test_a_walk_whose_own_account_of_its_path_is_too_small_is_measured_and_refused():

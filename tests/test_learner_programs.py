@@ -2,6 +2,7 @@
 
 from collections import Counter
 
+import jax
 from jax import monitoring
 from learner_builders import ALGORITHM, drain, make_learner, nonzero_state, random_groups, spec
 
@@ -19,6 +20,7 @@ SIZES = {"max_positions": 192, "path_positions": 448, "num_slots": 3}
 
 def test_two_rank_classes_that_walk_have_sixteen_programs_and_eleven_if_they_do_not():
     compiled = []
+    jax.clear_caches()  # of tests before it
 
     def record(event, _seconds, **named):
         if event == "/jax/core/compile/backend_compile_duration":

@@ -139,7 +139,7 @@ class BatchPlanner:
         walk = self._walk(tree, prefix_gradient)
         if not self._path_fits(walk):
             raise TreeTooLargeError(
-                f"the tree has a path of {walk.num_blocks * TILE} positions in whole tiles, this learner has room for {self.path_positions}: "
+                f"the tree has a path of {longest_path(walk)} positions in {walk.num_blocks} tiles, this learner walks {self.path_positions}: "
                 "raise learner.path_positions, or shorten the run's episodes"
             )
         for chunk in walk.chunks:
@@ -150,14 +150,23 @@ class BatchPlanner:
         return of_walk(tree, walk, columns, prefix_gradient)
 
     def _path_fits(self, walk: ReplayPlan) -> bool:
-        """A path has room for a whole chunk behind its last whole one (`memory.walk_blocks`)."""
-        longest = max(chunk.first_block for chunk in walk.chunks) + self.shape.num_tiles
-        return self.path_positions > 0 and longest <= walk_blocks(self.path_positions, self.shape)
+        return walk_fits(walk, self.shape, self.path_positions)
 
     def _passes(self, walk: ReplayPlan) -> int:
         """Positions times passes of a walk: each of its visits has a microbatch to itself."""
         cost = {"enter": SCORE_PASSES, "pull": SCORE_PASSES + PULL_PASSES, "drop": 0}
         return sum(cost[visit.action] * self.shape.dispatched(walk.chunks[visit.chunk].piece.num_tiles) for visit in walk.visits)
+
+
+def walk_fits(walk: ReplayPlan, shape: MicrobatchShape, path_positions: int) -> bool:
+    """Whether a learner with such chunks and paths can walk it: a path has room for a whole chunk behind its last (`memory.walk_blocks`)."""
+    num_blocks = max(chunk.first_block for chunk in walk.chunks) + shape.num_tiles
+    return longest_path(walk) <= path_positions and num_blocks <= walk_blocks(path_positions, shape)
+
+
+def longest_path(walk: ReplayPlan) -> int:
+    """Positions of the longest sequence in it."""
+    return max(int(np.max(chunk.piece.depth_T)) for chunk in walk.chunks) + 1
 
 
 def of_walk(

@@ -19,16 +19,15 @@ import numpy as np
 
 from noria.errors import InvalidRequestError, StateConflictError, TreeTooLargeError
 from noria.learner.arrays import entry_dtype, exact, is_exact
-from noria.learner.batches import COLUMNS, BatchPlanner, PlannedBatch
+from noria.learner.batches import COLUMNS, BatchPlanner, PlannedBatch, longest_path, walk_fits
 from noria.learner.executors import is_whole, whole_sizes
-from noria.learner.memory import walk_blocks
 from noria.learner.operations import EntryOutputs, Forward, ForwardBackward, Load, Operation, OptimStep, Pass, RunSpec
 from noria.learner.optimizer import hyperparameters
 from noria.model.lora import AdapterState
 from noria.rl.chunks import Chunk, PrefixGradient, ReplayPlan, Visit
 from noria.rl.losses import fields_read, loss_table
 from noria.rl.packing import MicrobatchShape
-from noria.types import ENTRY_TILE, TILE, Entries, Ids, LoraSpec, LossSpec, OptimizerSpec, Piece, TokenTree
+from noria.types import ENTRY_TILE, Entries, Ids, LoraSpec, LossSpec, OptimizerSpec, Piece, TokenTree
 
 _NEEDED: Final = ("returns_M", "behavior_values_M", "pair_M")
 """Columns that nobody but the batch's maker can fill."""
@@ -290,11 +289,10 @@ def _check_fit(batch: PlannedBatch, sizes: Sizes) -> None:
     if walk is None:
         return
     _check_walk(batch, walk)
-    longest = max(chunk.first_block for chunk in walk.chunks) + shape.num_tiles
-    if not sizes.path_positions or longest > walk_blocks(sizes.path_positions, shape):
+    if not walk_fits(walk, shape, sizes.path_positions):
         raise TreeTooLargeError(
-            f"a walk over a path of {walk.num_blocks * TILE} positions in whole tiles, this learner has room for {sizes.path_positions}: plan the "
-            "batch for it, or raise learner.path_positions"
+            f"a walk over a path of {longest_path(walk)} positions in {walk.num_blocks} tiles, this learner walks {sizes.path_positions}: plan the batch "
+            "for it, or raise learner.path_positions"
         )
 
 
