@@ -13,6 +13,12 @@ settings.register_profile("noria", deadline=None)  # an example that takes long 
 settings.load_profile("noria")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files with slow tests first, so that at the end of a run in several processes none waits for another's long file."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)
+
+
 @pytest.fixture(scope="session")
 def reference_python() -> Path:
     """The interpreter with torch, transformers and peft, which the product never imports."""

@@ -230,7 +230,7 @@ def test_a_gradient_that_was_paged_out_between_two_batches_goes_on(tmp_path, hos
 # ---- publishes ----------------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.prove
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads the process's memory from /proc")
 def test_a_thousand_publishes_leave_memory_descriptors_and_slots_flat(tmp_path):
     """Case 99: from learner to files, to sampler, and back into the learner; two states in turn, so that most of the time is what is tested."""
