@@ -291,8 +291,8 @@ def _check_fit(batch: PlannedBatch, sizes: Sizes) -> None:
     _check_walk(batch, walk)
     if not walk_fits(walk, shape, sizes.path_positions):
         raise TreeTooLargeError(
-            f"a walk over a path of {longest_path(walk)} positions in {walk.num_blocks} tiles, this learner walks {sizes.path_positions}: plan the batch "
-            "for it, or raise learner.path_positions"
+            f"a walk over a path of {longest_path(walk)} positions in {walk.num_blocks} tiles, this learner walks {sizes.path_positions}: "
+            "plan the batch for it, or raise learner.path_positions"
         )
 
 
