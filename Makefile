@@ -16,6 +16,9 @@ DEV := .venv/.dev
 OLDEST := .venv-oldest/.dev
 REF := .venv-ref/.ref
 PYTEST := -m pytest
+# Files of tests in so many processes: much of a test is compilation, which takes one core.
+WORKERS ?= 2
+IN_PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=25
 
 .PHONY: help demo train doctor test check prove bench convergence gpu-check test-oldest clean .venv .venv-ref .venv-oldest
 
@@ -29,7 +32,7 @@ train: $(RUNTIME)  ## train by a run file: make train RUN=my_run.toml
 	@.venv/bin/noria train "$(or $(RUN),$(error say which run file: make train RUN=my_run.toml))"
 
 test: $(DEV) $(REF)  ## all tests but the measurements
-	.venv/bin/python $(PYTEST) -m "not prove and not gpu"
+	.venv/bin/python $(PYTEST) $(IN_PARALLEL) -m "not prove and not gpu"
 
 check: $(DEV)  ## what CI checks beside tests: lint, format, types, layers, limits
 	.venv/bin/ruff check .
@@ -54,7 +57,7 @@ gpu-check: $(RUNTIME)  ## four minutes on a GPU (without one, tiny sizes on the 
 	scripts/gpu_check.sh
 
 test-oldest: $(OLDEST)  ## the fast tests on the oldest Python and JAX that noria supports
-	.venv-oldest/bin/python $(PYTEST) -m "not slow and not prove and not gpu"
+	.venv-oldest/bin/python $(PYTEST) $(IN_PARALLEL) -m "not slow and not prove and not gpu"
 
 clean:  ## remove environments and caches
 	rm -rf .venv .venv-oldest .venv-ref build .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache *.egg-info

@@ -367,7 +367,7 @@ class LearnerConfig(_Config):
         0,
         ge=0,
         description="MiB that base, adapters and the largest pass may take, by estimate: microbatches are as long as it allows, and what fits in "
-        "none is walked; 0 = what the device has",
+        "none is walked; 0 = max_positions whatever it takes, refused if the device has too little",
     )
     host_mib: int = Field(4096, ge=0, description="MiB of host memory for runs that hold no slot; beyond it they wait on disk")
 

@@ -121,6 +121,12 @@ class GradientNotFiniteError(NoriaError):
     code = "gradient_not_finite"
 
 
+class OperationFailedError(NoriaError):
+    """An operation of the learner failed on the device for a reason that no other class names, such as memory; the message has the cause."""
+
+    code = "operation_failed"
+
+
 class PublishProofError(NoriaError):
     """After a publish, the sampler's adapter is not the one that was committed. The run stops."""
 

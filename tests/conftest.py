@@ -4,6 +4,7 @@ import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
+import jax
 import pytest
 from hypothesis import settings
 
@@ -11,6 +12,16 @@ ROOT = Path(__file__).parents[1]
 
 settings.register_profile("noria", deadline=None)  # an example that takes long on a busy machine is no failure
 settings.load_profile("noria")
+
+jax.config.update("jax_enable_compilation_cache", False)
+"""What one test compiles is never read back from disk by another, in this process or in one beside it: XLA has crashed in reading. Servers that tests
+start as processes of their own keep their cache."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files with slow tests first, so that at the end of a run in several processes none waits for another's long file."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)
 
 
 @pytest.fixture(scope="session")

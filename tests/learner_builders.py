@@ -44,6 +44,36 @@ def random_groups(seed, *, num_groups=3, group_size=4, prompt=20, answer=6, voca
     return groups
 
 
+def branching_groups(seed, *, num_groups=3, group_size=4, header=70, own=60, answer=12, turns=3, vocab=250):
+    """Groups below one header, whose episodes go on below one another: each but a group's first repeats turns of an earlier one, a part of one too,
+    before it goes its own way, or ends there. So several entries stand on one position, and trained tokens in inner nodes."""
+    rng = np.random.default_rng(seed)
+
+    def some(count):
+        return tuple(int(i) for i in rng.integers(0, vocab, count))
+
+    def turn(observation, sampled):
+        logprobs = tuple(float(np.float32(x)) for x in -5 - rng.random(len(sampled)))
+        return Turn(observation, Completion(sampled, logprobs, (0,) * len(sampled), "stop"), float(rng.choice([0.7, 1.0])))
+
+    first, groups = some(header), []
+    for g in range(num_groups):
+        observation, told = first + some(int(rng.integers(own // 2, own))), []
+        for member in range(group_size):
+            parts = [(observation if n == 0 else some(int(rng.integers(1, 6))), some(int(rng.integers(2, answer)))) for n in range(turns)]
+            if member:
+                earlier = told[int(rng.integers(0, member))]
+                num_repeated = int(rng.integers(0, len(earlier)))
+                seen, sampled = earlier[num_repeated]
+                of_both, num_turns = sampled[: int(rng.integers(1, len(sampled) + 1))], int(rng.integers(1, turns + 1))
+                parts = [*earlier[:num_repeated], (seen, of_both + parts[num_repeated][1]), *parts[num_repeated + 1 :]][:num_turns]
+            told.append(parts)
+        members = [tuple(turn(*part) for part in parts) for parts in told]
+        episodes = (Episode(f"g{seed}.{g}.{m}", m, parts, float(rng.random())) for m, parts in enumerate(members))
+        groups.append(EpisodeGroup(f"g{seed}.{g}", "run", Task(g, 0), tuple(episodes)))
+    return groups
+
+
 ALGORITHM = AlgorithmConfig(steps=1, group_size=4, groups_per_batch=3, sequence_mask_c=0.0)
 
 

@@ -80,7 +80,7 @@ def test_a_run_with_top_modules_trains_to_the_same_bytes_alone_and_on_one_slot(w
 def test_what_is_committed_is_what_the_sampler_proves_and_samples_as_the_learner_scores(world, tmp_path):
     learner, states = world
     model, base = tiny()
-    shapes = Shapes(lanes=(16,), rows=(4,), tops=resident_tops(learner._settings))
+    shapes = Shapes(lanes=(16,), rows=(4,), tops=resident_tops(learner._passes._settings))
     sampler = SamplerEngine(base, model, config(), rank_classes=CLASSES, eos_id=2, spans=NoSpans(), shapes=shapes)
     files, prompt = VersionFiles(tmp_path), tuple(range(30, 60))
     for run_id, state in states.items():

@@ -4,11 +4,14 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from noria.bench.gpu_check import BUDGET_S, Progress, table
+from noria.bench.bases import base_of
+from noria.bench.executors import make_subject
+from noria.bench.gpu_check import BUDGET_S, MARGIN, Progress, has_room_for_rows, pass_bytes, sizes, table
 
 ROOT = Path(__file__).parents[1]
 
@@ -25,6 +28,7 @@ def test_without_a_gpu_every_part_runs_at_tiny_sizes(tmp_path):
     parts = result["parts"]
     assert list(parts)[:4] == ["parity", "adapters", "largest exact prefix", "largest stop prefix"]
     assert sum(name.startswith("replay P") for name in parts) == 2
+    assert [part["baseline"] for name, part in parts.items() if name.startswith("replay P")] == ["packed rows"] * 2
     assert parts["parity"]["packed"] <= 1e-5
     assert parts["parity"]["replay"] <= 1e-5
     largest = parts["largest exact prefix"]
@@ -32,6 +36,15 @@ def test_without_a_gpu_every_part_runs_at_tiny_sizes(tmp_path):
     assert 0.8 * largest["limit_bytes"] < largest["bytes"] <= largest["limit_bytes"]
     page = out.with_suffix(".md").read_text()
     assert all(f"| {name} |" in page for name in parts)
+
+
+def test_rows_are_packed_wherever_the_memory_has_room_for_a_packed_row_and_the_result_says_so():
+    subject, axis = make_subject(base_of("tiny")), 256
+    needed = pass_bytes(subject, axis)
+    assert pass_bytes(subject, 2 * axis) > needed
+    at_least = replace(sizes(), limit_bytes=int(needed / MARGIN) + 1)
+    assert has_room_for_rows(at_least, subject, axis)
+    assert not has_room_for_rows(replace(at_least, limit_bytes=needed), subject, axis)
 
 
 def test_a_part_that_would_begin_too_late_is_named_and_not_begun(tmp_path):

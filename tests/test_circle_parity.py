@@ -17,7 +17,7 @@ from noria.model.placement import place
 from noria.model.weights import load_base
 from noria.observe import SpanRecorder
 from noria.rl.losses import loss_table
-from noria.rl.packing import ReadyRun, cut, pack, plan_microbatch, shapes_up_to
+from noria.rl.packing import MicrobatchPlan, PlannedPiece, cut, microbatch_shape, pack, shapes_up_to
 from noria.rl.tree import build_tree
 from noria.sampler.engine import SamplerEngine
 from noria.sampler.runner import Shapes
@@ -93,9 +93,8 @@ def train(loaded, placed, states, batches, runs):
     state = empty_state(config, len(RUNS), RANK)
     for run_id in RUNS:
         state = load_slot(state, slots[run_id], states[run_id])
-    ready = [ReadyRun(run_id, slots[run_id], batches[run_id]) for run_id in runs]
-    microbatch = pack(plan_microbatch(ready, shapes_up_to(512), 512))
-    assert len(microbatch.placed) == sum(len(batches[run_id]) for run_id in runs), "one microbatch holds them all"
+    pieces = [PlannedPiece(run_id, slots[run_id], index, piece) for run_id in runs for index, piece in enumerate(batches[run_id])]
+    microbatch = pack(MicrobatchPlan(microbatch_shape(512), tuple(pieces)))
     arrays, scale_A = to_device(microbatch), jnp.full(len(RUNS), SCALE)
     outputs, residuals = score(Model(placed.stacked, state.params, scale_A), arrays, config)
     table = loss_table({slot: LossSpec(sequence_mask_c=0.0) for slot in slots.values()}, len(RUNS))
@@ -103,7 +102,7 @@ def train(loaded, placed, states, batches, runs):
     gradient = pull(Model(placed.stacked, state.params, scale_A), arrays, residuals, cotangent, state.gradient, config=config)
     found = {}
     for run_id in runs:
-        mine = np.flatnonzero((microbatch.slot_M == slots[run_id]) & (np.arange(len(microbatch.slot_M)) < microbatch.num_entries))
+        mine = np.concatenate([np.arange(p.first_entry, p.first_entry + p.num_entries) for p in microbatch.placed if p.run_id == run_id])
         learner = np.asarray(outputs.learner_logprobs_M)[mine]
         error = np.abs(learner - microbatch.entries.behavior_logprobs_M[mine]).max()
         found[run_id] = error, learner, [np.asarray(leaf[:, slots[run_id]]) for leaf in jax.tree.leaves(gradient)]

@@ -93,7 +93,7 @@ def test_a_batch_takes_three_phases_only_where_its_loss_sees_beyond_a_piece(name
         learner.load_run(spec("mine"), START)
         learner.forward_backward("mine", batch, each)
         drain(learner)
-        runs[kind] = {total.name for total in learner._spans.snapshot()}
+        runs[kind] = {total.name for total in learner._passes._spans.snapshot()}
     assert runs == {"split": {"score", "loss", "pull"} | ({"reference"} if name == "pairs" else set()), "piece by piece": {"score", "pull"}}
 
 
@@ -265,7 +265,7 @@ def test_other_runs_go_between_the_visits_and_walks_take_turns():
     owners = set()
     while learner.has_work:
         learner.step()
-        owners.add(learner._walk.run_id if learner._walk else None)
+        owners.add(learner._passes.walks.present)
     assert order.index("s0") < order.index("walk") or order.index("s0") < order.index("other walk")
     assert same_bytes(walks[0].result(0).state, walks[1].result(0).state), "beside whatever they went, in whichever slot"
     alone = make_learner(**WALKING, num_slots=2)
@@ -282,15 +282,14 @@ def test_a_run_stopped_on_its_walk_frees_the_path_for_the_next():
         learner.load_run(spec(run_id), START)
     gone = learner.train("gone", LONG)
     mine = learner.train("mine", LONG)
-    for _ in range(3):
+    while learner._passes.walks.present != "gone":
         learner.step()
-    assert learner._walk.run_id == "gone"
     learner.unload_run("gone")
     drain(learner)
     with pytest.raises(StageStoppedError):
         gone.result(0)
     assert mine.result(0).state.num_steps == 1
-    assert learner._walk is None
+    assert learner._passes.walks.present is None
 
 
 # ---- more runs than slots ---------------------------------------------------------------------------------------------------------------
@@ -316,7 +315,7 @@ def test_four_runs_on_two_slots_with_mixed_losses_train_to_the_bits_they_have_al
         return {run_id: state_of(learner, run_id) for run_id in run_ids}, learner
 
     together, learner = trained("abcd", 2)
-    assert learner._residency.counts.num_out > 2
+    assert learner._passes.residency.counts.num_out > 2
     for run_id in MIXED:
         assert same_bytes(together[run_id], trained(run_id, 2)[0][run_id])
 
@@ -366,5 +365,5 @@ def test_after_warm_up_no_mixture_of_losses_walks_and_pages_compiles_anything():
     finally:
         monitoring.unregister_event_duration_listener(listen)
     assert all(future.result(0) is not None for future in futures)
-    assert learner._residency.counts.num_in > 0
+    assert learner._passes.residency.counts.num_in > 0
     assert compiled == []

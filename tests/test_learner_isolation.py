@@ -66,12 +66,12 @@ def test_a_run_trains_to_the_same_bytes_beside_runs_of_other_rank_classes(alone)
 
 
 @pytest.mark.parametrize("stall_positions", [64, 128, 256])
-def test_a_run_trains_to_the_same_bytes_over_any_microbatch_split(stall_positions):
+def test_a_run_trains_to_the_same_bytes_over_any_microbatch_split(monkeypatch, stall_positions):
     """Pieces are cut for 64 positions; passes of one to four pieces add up to the same bits."""
-    states = []
+    states, passes = [], []
     for limit in (256, stall_positions):
         learner = make_learner(256)
-        learner._settings = learner._settings.model_copy(update={"max_positions": limit})
+        monkeypatch.setattr(learner._passes.pace, "max_positions", lambda largest, limit=limit: limit)
         load(learner, "mine", 7)
         for groups in BATCHES:
             pieces = pieces_of(groups, 64 * 2)
@@ -79,7 +79,10 @@ def test_a_run_trains_to_the_same_bytes_over_any_microbatch_split(stall_position
             drain(learner)
             states.append(future.result(0).state) if groups is BATCHES[-1] else None
         assert len(pieces) > 2
+        passes.append(learner.num_microbatches)
     assert same_bytes(*states)
+    assert passes[1] >= passes[0]
+    assert stall_positions == 256 or passes[1] > passes[0]
 
 
 def test_idle_slots_are_untouched_by_a_neighbours_step():

@@ -7,7 +7,7 @@ from learner_builders import ALGORITHM, assert_close, drain, make_learner, nonze
 
 from noria.config import LearnerConfig
 from noria.errors import ConfigError
-from noria.learner.memory import MIB, affordable_positions, packed_bytes, replay_bytes, slot_bytes, walk_blocks
+from noria.learner.memory import MIB, affordable_positions, packed_bytes, path_bytes, replay_bytes, slot_bytes, walk_blocks
 from noria.rl.packing import microbatch_shape
 from noria.rl.tree import build_tree
 
@@ -23,8 +23,11 @@ def needed(settings, positions):
     """By the formulas of a pass and of a visit, for one rank class; parameters and gradient are in them, the two moments are not."""
     config, shape = tiny()[0], microbatch_shape(positions)
     slots = slot_bytes(config, settings.num_slots, settings.max_rank)
-    visit = replay_bytes(config, shape, walk_blocks(settings.path_positions, shape), base=BASE, slots=slots) if settings.path_positions else 0
-    return max(packed_bytes(config, shape, base=BASE, slots=slots), visit) + 2 * slots
+    packed, num_blocks = packed_bytes(config, shape, base=BASE, slots=slots), walk_blocks(settings.path_positions, shape)
+    if not settings.path_positions:
+        return packed + 2 * slots
+    beside_a_path = packed + 2 * path_bytes(config, num_blocks)  # other runs' passes, between a walk's visits
+    return max(beside_a_path, replay_bytes(config, shape, num_blocks, base=BASE, slots=slots)) + 2 * slots
 
 
 @given(st.integers(10, 400), st.integers(2, 64), st.sampled_from([0, 4096]))
@@ -42,14 +45,15 @@ def test_every_rank_class_counts():
     one, two = settings_of(rank_classes=(8,)), settings_of(rank_classes=(8, 128))
     room = needed(one, 1024)
     assert affordable_positions(tiny()[0], one, base=BASE, memory=room) == 1024
-    assert affordable_positions(tiny()[0], one, base=BASE, memory=room - 1) < 1024
+    with pytest.raises(ConfigError, match=r"set it to \d+, or learner.memory_mib"):
+        affordable_positions(tiny()[0], one, base=BASE, memory=room - 1)
     with pytest.raises(ConfigError, match=r"the smallest microbatch, of 128 positions, needs \d+ MiB"):
         affordable_positions(tiny()[0], two, base=BASE, memory=room)
 
 
 def test_what_could_not_be_trained_any_more_is_refused_with_the_setting_to_change():
     settings = settings_of(path_positions=0)
-    with pytest.raises(ConfigError, match=r"set it to \d+, or learner.path_positions to 1024"):
+    with pytest.raises(ConfigError, match=r"set it to \d+, .* learner.path_positions to 1024"):
         affordable_positions(tiny()[0], settings, base=BASE, memory=needed(settings, 1024) - 1)
 
 

@@ -52,7 +52,7 @@ def test_five_publishes_at_learning_rate_zero_change_no_bit_of_what_is_sampled()
     """Case 65: what changes samples at rate 0 is the way from learner to sampler, not a gradient."""
     run_spec = dataclasses.replace(spec("run"), optimizer=OptimizerSpec(0.0, weight_decay=0.5, warmup_steps=2))
     learner, state = make_learner(), nonzero_state(7, run_spec)
-    sampler = sampler_of(learner._spans)
+    sampler = sampler_of(learner._passes._spans)
     learner.load_run(run_spec, state)
     publish(sampler, run_spec, 0, state)
     first = run(sampler, *requests())
@@ -118,7 +118,7 @@ def test_five_hundred_steps_with_their_files_and_publishes_leave_memory_descript
     """Case 99: from the 100th to the 500th."""
     run_spec, files = spec("run", learning_rate=1e-3), VersionFiles(tmp_path)
     learner, state = make_learner(), nonzero_state(7, run_spec)
-    sampler = sampler_of(learner._spans, num_slots=3)
+    sampler = sampler_of(learner._passes._spans, num_slots=3)
     learner.load_run(run_spec, files.load(files.write("run", 0, state, 4), MAX_RANK))
     publish(sampler, run_spec, 0, state)
     batch = pieces_of(random_groups(1, num_groups=1))

@@ -1,4 +1,5 @@
-"""The replay executor against naive gradients: each episode alone, dense attention, plain autodiff; the prefix exact, and the prefix constant."""
+"""The replay executor against one packed pass (which other tests hold against naive gradients), and against naive gradients where the prefix is
+constant: each episode alone, dense attention, plain autodiff. What its visits have alive, by the compiler's figures."""
 
 import dataclasses
 
@@ -11,16 +12,16 @@ from test_learner_gradients import dense_attention, packed_gradient
 
 from noria.learner.batches import Costs, of_walk
 from noria.learner.executors import Job, Walk
-from noria.learner.memory import packed_bytes, path_bytes, replay_bytes, slot_bytes
+from noria.learner.memory import packed_bytes, replay_bytes, slot_bytes
 from noria.learner.operations import ForwardBackward
 from noria.learner.optimizer import empty_state, load_slot
-from noria.learner.replay import path_blocks
-from noria.learner.step import Model, pull, pull_chunk, score, score_chunk, to_device
-from noria.model.attention import Path
+from noria.learner.replay import Replay, gradient_blocks, path_blocks
+from noria.learner.step import Model, extend_path, pull, pull_chunk, score, score_chunk, to_device
+from noria.model.attention import SPAN, Path, PathGradient, PathLayer, path_backward
+from noria.model.config import ModelConfig
 from noria.model.lora import RowAdapters, empty_slots
-from noria.model.placement import place
+from noria.model.rope import plain_rope
 from noria.model.transformer import block, embed, rotary_angles, unembed
-from noria.model.weights import load_base
 from noria.rl.advantages import group_advantages
 from noria.rl.chunks import plan_replay
 from noria.rl.losses import TokenCotangents
@@ -41,7 +42,7 @@ def walk(tree, plan, shape, state, *, loss, rank=8, **options):
     gradient = slots.gradient
     while job.phase is not None:
         if job.phase == "loss":
-            job.evaluate((), 3)
+            job.evaluate((1 << 12,), 3)
         else:
             gradient = walker.advance(model, SLOT, gradient)
     for other in (0, 2):
@@ -87,7 +88,7 @@ def test_a_loss_over_episodes_sees_them_whole_although_their_turns_are_in_many_c
     behavior = tree.entries.behavior_logprobs_M
     masked = LossSpec(sequence_mask_c=1.05)
     plan = plan_replay(tree, 128)
-    assert not plan.is_scope_whole
+    assert sum(len(np.unique(chunk.piece.entries.sequence_M)) for chunk in plan.chunks) > len(np.unique(tree.entries.sequence_M))
     _, chunked = walk(tree, plan, microbatch_shape(128), state, loss=masked)
     _, whole = walk(tree, plan_replay(tree, 2048), microbatch_shape(2048), state, loss=masked)
     got, want = chunked.result().metrics, whole.result().metrics
@@ -171,17 +172,8 @@ def test_with_a_constant_prefix_the_gradient_is_that_of_stopped_keys_and_values(
 
 
 def test_the_paths_axis_does_not_grow_with_the_number_of_branches():
-    sizes = set()
-    for group_size in (2, 4, 16):
-        (group,) = random_groups(2, num_groups=1, group_size=2, prompt=900, answer=3)
-        first = group.episodes[0]
-        episodes = tuple(
-            dataclasses.replace(first, episode_id=str(m), member=m, reward=float(m % 2), turns=(branch(first.turns[0], m),))
-            for m in range(group_size)
-        )
-        tree, _ = build_tree([dataclasses.replace(group, episodes=episodes)], ALGORITHM)
-        sizes.add(path_blocks(plan_replay(tree, 128), microbatch_shape(128)))
-    assert len(sizes) == 1
+    trees = [long_prompt(900, members) for members in (2, 4, 16)]
+    assert len({path_blocks(plan_replay(tree, 128), microbatch_shape(128)) for tree in trees}) == 1
 
 
 def branch(turn, member):
@@ -200,52 +192,123 @@ def test_a_path_that_waits_on_the_host_and_one_in_a_longer_axis_give_the_same_bi
     assert same_bytes(plain, longer)
 
 
-def compiled_bytes(jitted, *arguments, **named):
-    """The compiler's figure: arguments, temporaries, and results that reuse nothing."""
-    figures = jitted.lower(*arguments, **named).compile().memory_analysis()
-    return figures.argument_size_in_bytes + figures.temp_size_in_bytes + figures.output_size_in_bytes - figures.alias_size_in_bytes
+def figures(jitted, *arguments, **named):
+    """The compiler's figures of a program."""
+    return jitted.lower(*arguments, **named).compile().memory_analysis()
 
 
-def pull_bytes(base_name, num_positions, num_blocks, num_slots=3, rank=8):
-    """(estimate, compiler's figure) of a pull; num_blocks: of the path's axis, 0 for a packed pass."""
-    loaded, shape = load_base(base_name), microbatch_shape(num_positions)
-    config, params = loaded.config, jax.eval_shape(lambda: place(loaded.params).stacked)
-    slots = jax.eval_shape(lambda: empty_slots(config, num_slots, rank))
-    model = Model(params, slots, jax.ShapeDtypeStruct((num_slots,), jnp.float32))
-    arrays = to_device(pack(MicrobatchPlan(shape, ())))
-    base = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(params))
-    sizes = {"base": base, "slots": slot_bytes(config, num_slots, rank)}
-    if not num_blocks:
-        outputs, residuals = jax.eval_shape(lambda *a: score(*a, config), model, arrays)
-        return packed_bytes(config, shape, **sizes), compiled_bytes(pull, model, arrays, residuals, TokenCotangents(*outputs), slots, config=config)
-    half = jax.ShapeDtypeStruct((config.num_layers, num_blocks, config.num_kv_heads, TILE, config.head_dim), jnp.float32)
-    path = Path(half, half, jax.ShapeDtypeStruct((num_blocks, TILE), bool), jax.ShapeDtypeStruct((), jnp.int32))
-    outputs, residuals, _ = jax.eval_shape(lambda *a: score_chunk(*a, config), model, arrays, path)
-    cotangents, more = TokenCotangents(*outputs), {"path": path, "path_gradient": (half, half), "config": config}
-    alive = path_bytes(config, shape.num_tiles)  # the chunk's keys and values, which the visit still holds
-    return replay_bytes(config, shape, num_blocks, **sizes), compiled_bytes(pull_chunk, model, arrays, residuals, cotangents, slots, **more) + alive
+def compiled_bytes(found):
+    """Arguments, temporaries, and results that reuse nothing."""
+    return found.argument_size_in_bytes + found.temp_size_in_bytes + found.output_size_in_bytes - found.alias_size_in_bytes
 
 
-SMOLLM2 = [pytest.param("smollm2-135m", 512, blocks, marks=pytest.mark.slow) for blocks in (0, 72)]
+SMOLLM2 = ModelConfig("smollm2's shape", 30, 576, 1536, 9, 3, 64, 49152, plain_rope(1e5, 64), 1e-5, 2048, True)
+BASES = {"tiny": tiny()[0], "smollm2": SMOLLM2, "4 layers of smollm2": dataclasses.replace(SMOLLM2, num_layers=4)}
 
 
-@pytest.mark.parametrize(("base_name", "num_positions", "num_blocks"), [("tiny", 256, 0), ("tiny", 1024, 0), ("tiny", 256, 40), *SMOLLM2])
-def test_memory_is_estimated_within_15_percent_of_the_compilers_figure(base_name, num_positions, num_blocks):
-    estimate, figure = pull_bytes(base_name, num_positions, num_blocks)
-    assert estimate == pytest.approx(figure, rel=0.15)
+def floats(*shape):
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
 
 
-def test_a_tree_whose_naive_form_needs_ten_times_the_memory_trains_within_it():
-    (group,) = random_groups(2, num_groups=1, group_size=2, prompt=1700, answer=3)
-    first, config, shape = group.episodes[0], tiny()[0], microbatch_shape(128)
+def some_bytes(tree):
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+class Programs:
+    """The programs of a pass over one axis, as shapes: nothing is allocated. path: blocks of the path's axis, 0 for a packed pass; gradient: of its
+    gradient's, None for as many."""
+
+    def __init__(self, config, num_positions, path=0, gradient=None):
+        self.config, self.shape, self.num_blocks, num_slots, rank = config, microbatch_shape(num_positions), path, 3, 8
+        params = {name: floats(*shape) for name, shape in config.top_shapes.items()}
+        params["layers"] = {name: floats(config.num_layers, *shape) for name, shape in config.layer_shapes.items()}
+        self.slots = jax.eval_shape(lambda: empty_slots(config, num_slots, rank))
+        self.sizes = {"base": some_bytes(params), "slots": slot_bytes(config, num_slots, rank)}
+        model, arrays = Model(params, self.slots, floats(num_slots)), to_device(pack(MicrobatchPlan(self.shape, ())))
+        scalar = jax.ShapeDtypeStruct((), jnp.int32)
+        half, owed = (floats(config.num_layers, blocks, config.num_kv_heads, TILE, config.head_dim) for blocks in (path, gradient or path))
+        self.path = Path(half, half, jax.ShapeDtypeStruct((path, TILE), bool), scalar) if path else None
+        self.gradient = PathGradient(owed, owed, scalar, scalar)
+        self.score = (score_chunk, model, arrays, self.path, config) if path else (score, model, arrays, config)
+        outputs, residuals, *self.keys_values = jax.eval_shape(lambda *a: self.score[0](*a, config), *self.score[1:-1])
+        more = {"path": self.path, "path_gradient": self.gradient} if path else {}
+        self.pull = (pull_chunk if path else pull, model, arrays, residuals, TokenCotangents(*outputs), self.slots), {**more, "config": config}
+
+    def alive_bytes(self):
+        """The most that score or pull has alive, what the compiler does not see of it included."""
+        beside_score = some_bytes(self.slots) + (some_bytes(self.gradient) if self.num_blocks else 0)
+        return max(compiled_bytes(figures(*self.score)) + beside_score, compiled_bytes(figures(*self.pull[0], **self.pull[1])))
+
+    def estimate(self):
+        """What the learner takes it for."""
+        if not self.num_blocks:
+            return packed_bytes(self.config, self.shape, **self.sizes)
+        return replay_bytes(self.config, self.shape, self.num_blocks, **self.sizes)
+
+
+SLOW = [pytest.param("smollm2", 512, 72, marks=pytest.mark.slow), pytest.param("4 layers of smollm2", 1024, 0, marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize(("base", "num_positions", "path"), [("tiny", 256, 0), ("tiny", 1024, 0), ("tiny", 256, 40), ("smollm2", 512, 0), *SLOW])
+def test_memory_is_estimated_within_15_percent_of_the_compilers_figure(base, num_positions, path):
+    programs = Programs(BASES[base], num_positions, path)
+    assert programs.estimate() == pytest.approx(programs.alive_bytes(), rel=0.15)
+
+
+def test_entering_a_node_copies_neither_the_path_nor_its_gradient():
+    programs = Programs(BASES["tiny"], 128, 40)
+    found = figures(extend_path, programs.path, programs.gradient, programs.keys_values[0], jax.ShapeDtypeStruct((128,), bool))
+    assert found.alias_size_in_bytes == some_bytes((programs.path, programs.gradient))
+    assert found.temp_size_in_bytes < some_bytes(programs.keys_values)
+
+
+def long_prompt(positions, members):
+    """The tree of one group with a long prompt."""
+    (group,) = random_groups(2, num_groups=1, group_size=2, prompt=positions, answer=3)
+    first = group.episodes[0]
     episodes = tuple(
-        dataclasses.replace(first, episode_id=str(m), member=m, reward=float(m % 2), turns=(branch(first.turns[0], m),)) for m in range(24)
+        dataclasses.replace(first, episode_id=str(m), member=m, reward=float(m % 2), turns=(branch(first.turns[0], m),)) for m in range(members)
     )
-    tree, _ = build_tree([dataclasses.replace(group, episodes=episodes)], ALGORITHM)
-    plan = plan_replay(tree, 128)
-    sizes = {"base": 4 * config.num_parameters, "slots": slot_bytes(config, 3, 8)}
-    num_naive = -(-sum(len(e.ids) for e in episodes) // TILE) * TILE
-    allowed = packed_bytes(config, microbatch_shape(num_naive), **sizes) / 10
-    assert pull_bytes("tiny", 128, path_blocks(plan, shape))[1] < allowed
-    gradient, _ = walk(tree, plan, shape, nonzero_state(2, spec("run")), loss=LossSpec(sequence_mask_c=0.0))
-    assert all(np.isfinite(leaf).all() and np.any(leaf) for leaf in jax.tree.leaves(gradient))
+    return build_tree([dataclasses.replace(group, episodes=episodes)], ALGORITHM)[0]
+
+
+def test_a_constant_prefix_has_no_gradient_in_memory():
+    tree = long_prompt(3000, 4)
+    shape, sizes = microbatch_shape(128), {}
+    for mode in ("exact", "stop"):
+        plan = plan_replay(tree, 128, mode)
+        sizes[mode] = Programs(BASES["tiny"], 128, path_blocks(plan, shape), gradient_blocks(plan, shape))
+    assert sizes["stop"].gradient.k_LSKCH.shape[1] <= shape.num_tiles + 2 * SPAN
+    saved = sizes["exact"].alive_bytes() - sizes["stop"].alive_bytes()
+    assert saved > 0.75 * some_bytes(sizes["exact"].gradient)
+
+
+def test_a_constant_prefix_is_pulled_through_with_three_products_a_span_instead_of_five():
+    config, programs = BASES["tiny"], Programs(BASES["tiny"], 128, 40)
+    q = floats(128, config.num_heads, config.head_dim)
+    before, lse = PathLayer(programs.path, jax.ShapeDtypeStruct((), jnp.int32)), floats(128, config.num_heads)
+    made = jax.make_jaxpr(path_backward)(q, before, (q, lse), q, programs.gradient).jaxpr
+    loops = [equation.params["body_jaxpr"].jaxpr for equation in made.eqns if equation.primitive.name == "while"]
+    products = [sum(equation.primitive.name == "dot_general" for equation in body.eqns) for body in loops]
+    assert products == [3, 5], "over the constant prefix, and over the rest"
+
+
+def test_a_gradient_from_the_constant_prefix_on_has_the_bits_of_one_of_the_whole_path():
+    state, loss = nonzero_state(7, spec("run")), LossSpec(sequence_mask_c=0.0)
+    tree, _ = build_tree(random_groups(7, **CASES["long prompts"]), ALGORITHM)
+    plan, shape = plan_replay(tree, 128, "stop"), microbatch_shape(128)
+    assert gradient_blocks(plan, shape) < path_blocks(plan, shape)
+    own, one = (walk(tree, plan, shape, state, loss=loss, **each)[0] for each in ({}, {"num_blocks": 32}))
+    assert same_bytes(own, one)
+
+
+def test_a_walk_whose_chunks_do_not_fit_its_path_is_none():
+    tree = long_prompt(600, 2)
+    plan, shape = plan_replay(tree, 128), microbatch_shape(128)
+    last = max(chunk.first_block for chunk in plan.chunks)
+    for num_blocks in (last, last + shape.num_tiles - 1):
+        with pytest.raises(AssertionError):
+            Replay(plan, shape, tiny()[0], judge=None, num_blocks=num_blocks)
+    Replay(plan, shape, tiny()[0], judge=None, num_blocks=last + shape.num_tiles)
+    with pytest.raises(AssertionError):
+        Replay(plan_replay(tree, 256), shape, tiny()[0], judge=None)

@@ -321,13 +321,12 @@ def test_paging_and_steps_move_one_slot_and_never_the_stack():
 
     def temporaries(num_slots):
         state = empty_state(CONFIG, num_slots, 4, ("head", "value"))
-        hyper, slot = hyperparameters(OptimizerSpec(1.0)), jnp.int32(0)
-        contents, *_ = optimizer._adamw(state, slot, hyper)
+        arguments = (state, slot := jnp.int32(0), hyperparameters(OptimizerSpec(1.0)), jnp.bool_(True))
+        contents, *_ = optimizer._take_slot(*arguments)
         size = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
         write = optimizer._write.lower(state, slot, contents).compile().memory_analysis()
         assert write.alias_size_in_bytes == size
-        lowered = [optimizer._adamw.lower(state, slot, hyper), optimizer._read.lower(state.params, slot)]
-        return [write.temp_size_in_bytes, *(each.compile().memory_analysis().temp_size_in_bytes for each in lowered)]
+        return write.temp_size_in_bytes, optimizer._take_slot.lower(*arguments).compile().memory_analysis().temp_size_in_bytes
 
     assert temporaries(2) == temporaries(32)
 

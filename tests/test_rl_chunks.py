@@ -89,8 +89,28 @@ def test_single_turn_groups_keep_every_episode_in_one_chunk_however_long_the_pro
     tree, _ = build_tree(random_groups(3, num_groups=1, group_size=6, prompt=1500, answer=60), ALGORITHM)
     plan = plan_replay(tree, 256)
     assert any(visit.action == "enter" for visit in plan.visits)
-    assert plan.is_scope_whole
+    assert sum(len(np.unique(chunk.piece.entries.sequence_M)) for chunk in plan.chunks) == len(np.unique(tree.entries.sequence_M))
     assert plan.num_positions <= len(tree) + len(plan.chunks), "nothing but a head per chunk is repeated"
+
+
+@settings(max_examples=40, deadline=None)
+@given(trees(), st.sampled_from([128, 256]), st.sampled_from(["exact", "stop"]))
+def test_the_blocks_of_a_path_that_are_dropped_come_first_and_every_chunk_knows_how_many(tree, max_positions, prefix_gradient):
+    if not len(tree.entries):
+        return
+    plan = plan_replay(tree, max_positions, prefix_gradient)
+    dropped = {visit.chunk for visit in plan.visits if visit.action == "drop"}
+    path = []
+    for visit in plan.visits:
+        chunk = plan.chunks[visit.chunk]
+        if visit.action == "enter":
+            is_constant = [c in dropped for c in path]
+            assert is_constant == sorted(is_constant, reverse=True)
+            path.append(visit.chunk)
+        elif path and path[-1] == visit.chunk:
+            path.pop()
+        before = path[:-1] if visit.action == "enter" else path
+        assert chunk.num_constant == sum(plan.chunks[c].piece.num_tiles for c in before if c in dropped)
 
 
 @settings(max_examples=40, deadline=None)

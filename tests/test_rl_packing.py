@@ -1,6 +1,7 @@
 """Packing: cutting keeps every entry and its context, and packing keeps the mask rule, the pairs and every run's order."""
 
 import dataclasses
+import itertools
 from collections import Counter
 from collections.abc import Iterator
 
@@ -10,7 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rl_batches import algorithm, batches, episode, forked_batch, group, trained_rows, turn
 
+from noria.bench.bases import base_of
+from noria.bench.learners import passes
 from noria.errors import ConfigError, TreeTooLargeError
+from noria.learner.batches import BatchPlanner, Costs, PlannedBatch
 from noria.rl.packing import (
     ENTRY_CHUNK,
     NUM_SHAPES,
@@ -134,6 +138,33 @@ def test_neighbouring_branches_share_a_piece_up_to_the_whole_axis():
     answers = [episode(m, turn((1,) * 100, (2 + m,) * 51), reward=m % 2) for m in range(10)]
     tree, _ = build_tree([group(*answers)], KEEP_ALL)
     assert [len(p.ids_T) for p in cut(tree, tiny(256, 512))] == [250, 250, 250, 150]
+
+
+def ways_to_cut(tree: TokenTree, shape: MicrobatchShape) -> Iterator[list[int]]:
+    """The sizes of the pieces, in positions, of every way to cut the layout between two sequences into pieces that fit; from the mask rule alone."""
+    index, entries = np.arange(len(tree)), tree.entries
+    last = {int(q): entries.predict_from_M[entries.sequence_M == q].max() for q in np.unique(entries.sequence_M)}
+    units = sorted(last, key=lambda q: (last[q], q))
+    paths = [set(np.flatnonzero((index <= last[q]) & (last[q] < tree.end_T)).tolist()) for q in units]
+    counts = [int((entries.sequence_M == q).sum()) for q in units]
+    for is_cut in itertools.product((False, True), repeat=len(units) - 1):
+        stops = [*(n + 1 for n, here in enumerate(is_cut) if here), len(units)]
+        parts = list(itertools.pairwise([0, *stops]))
+        sizes = [len(set().union(*paths[first:stop])) for first, stop in parts]
+        fits = all(size <= shape.num_positions for size in sizes)
+        if fits and all(stop == first + 1 or sum(counts[first:stop]) <= shape.num_entries for first, stop in parts):
+            yield sizes
+
+
+@pytest.mark.parametrize("seed", range(15))
+def test_no_other_way_to_cut_takes_fewer_tiles_or_pieces_or_positions(seed):
+    tree = build_tree(forked_batch(4, 3, seed=seed, header=30, prompt=40, answer=60), KEEP_ALL)[0]
+    shape = microbatch_shape(256)
+
+    def cost(sizes: list[int]) -> tuple[int, int, int]:
+        return sum(-(-size // TILE) for size in sizes), len(sizes), sum(sizes)
+
+    assert cost([len(piece.ids_T) for piece in cut(tree, shape)]) == min(map(cost, ways_to_cut(tree, shape)))
 
 
 def test_more_entries_than_the_axis_holds_repeat_their_positions():
@@ -340,10 +371,11 @@ def test_a_runs_tiles_entries_and_pairs_are_the_same_beside_any_neighbours():
 # Waste
 
 
-def mixed_batch(rng: np.random.Generator, *, shares_header: bool) -> list[EpisodeGroup]:
+def mixed_batch(seed: int) -> list[EpisodeGroup]:
     """Groups of 4 to 8 episodes, prompts of 20 to 400 ids, answers of up to 4 to 200 tokens; kinds as different as runs are."""
+    rng = np.random.default_rng(seed)
     prompt, answer = int(rng.integers(20, 401)), int(rng.integers(4, 201))
-    header = tuple(rng.integers(1, 1000, prompt // 2 if shares_header else 0).tolist())
+    header = tuple(rng.integers(1, 1000, prompt // 2 if seed % 2 == 0 else 0).tolist())
     groups = []
     for g in range(int(rng.integers(1, 9))):
         asked = header + tuple(rng.integers(1, 1000, prompt - len(header)).tolist())
@@ -352,28 +384,15 @@ def mixed_batch(rng: np.random.Generator, *, shares_header: bool) -> list[Episod
     return groups
 
 
-def continuous_plans(num_batches: int, shapes: tuple[MicrobatchShape, ...], num_runs: int = 8) -> Iterator[MicrobatchPlan]:
-    """The passes of many batches, as a learner makes them: who was served goes to the end of the line; a run that is done brings its next batch."""
-    rng = np.random.default_rng(0)
-    trees = (build_tree(mixed_batch(rng, shares_header=n % 2 == 0), KEEP_ALL)[0] for n in range(num_batches))
-    batches_ = (cut(tree, shapes[-1]) for tree in trees)
-    line = [ReadyRun(str(slot), slot, next(batches_)) for slot in range(num_runs)]
-    while line:
-        plan = plan_microbatch(line, shapes, shapes[-1].num_positions)
-        yield plan
-        done = Counter(p.run_id for p in plan.pieces)
-        served = [dataclasses.replace(r, next_piece=r.next_piece + done[r.run_id]) for r in line if done[r.run_id]]
-        line = [r for r in line if not done[r.run_id]]
-        for run in served:
-            if run.next_piece < len(run.pieces):
-                line.append(run)
-            elif pieces := next(batches_, None):
-                line.append(ReadyRun(run.run_id, run.slot, pieces))
+@pytest.mark.parametrize("num_batches", [64, pytest.param(1000, marks=pytest.mark.slow)])
+def test_a_stream_of_random_batches_of_eight_runs_wastes_at_most_a_twentieth(num_batches):
+    """In the learner's own order, by its own planner."""
+    planner = BatchPlanner(COUNTED[-1])
 
+    def of_run(slot: int) -> Iterator[PlannedBatch]:
+        return (planner.plan(build_tree(mixed_batch(seed), KEEP_ALL)[0]) for seed in range(slot, num_batches, 8))
 
-@pytest.mark.parametrize(("num_batches", "max_positions"), [(60, 1024), *(pytest.param(1000, t, marks=pytest.mark.slow) for t in (1024, 2048))])
-def test_a_stream_of_random_batches_of_eight_runs_wastes_at_most_a_twentieth(num_batches, max_positions):
-    plans = list(continuous_plans(num_batches, shapes_up_to(max_positions)))
+    plans = list(passes({str(slot): of_run(slot) for slot in range(8)}, COUNTED, Costs(base_of("tiny").config)))
     positions, computed = sum(p.num_positions for p in plans), sum(p.dispatched_positions for p in plans)
     entries, headed = sum(p.num_entries for p in plans), sum(p.dispatched_entries for p in plans)
     assert len(plans) > num_batches / 2

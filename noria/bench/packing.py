@@ -1,37 +1,59 @@
 """`noria bench packing`: what the closed set of shapes costs in padding, and that it is closed, under a stream of random batches.
 
-Eight runs of mixed shapes stand in the learner's line. Whenever a run's batch is done it brings the next one, so that the axis is filled from
-whoever is ready, as in a server: 1,000 batches in all. Planning sees every batch; every shape of pass also runs on the device, with real batches,
-and what XLA compiles is counted: `num_programs` are the learner's jitted functions, a walk's among them, `compilations_after_warmup` anything.
+Eight runs, each of a kind of its own, bring one batch after another, 1,000 in all, the same ones in whatever order they are served: whoever's batch
+is done brings its next, so that the axis is filled from whoever is ready, as in a server. Passes are those of the learner's own queues, order and
+planner (`learners.passes`). Then a learner of two rank classes, with room for a path, is warmed up and trains: what XLA compiles is counted.
+`num_programs` are the learner's jitted functions, `compilations_after_warmup` is anything.
 
-    waste   1 - useful / dispatched, the larger of positions (the axis) and entries (chunks of the head that run)
+    waste   1 - useful / dispatched, the larger of positions (whole tiles of 64) and entries (chunks of the head that run)
+
+Positions that a cut repeats, the shared head of a tree that does not fit in one pass, count as useful: `repeated` says how large a part of the
+dispatched ones they are.
 """
 
-from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import cycle
 from typing import Final
 
+import jax
 import numpy as np
 from jax import monitoring
 from rich.table import Table
 
 from noria.bench.bases import base_of
-from noria.bench.executors import Subject, make_subject, optimizer_step, pass_gradient, program_names, replay_gradient, upload
+from noria.bench.executors import program_names
 from noria.bench.harness import Bar, Report, Result
-from noria.bench.trees import group, sequences, tree_of
-from noria.rl.packing import MicrobatchPlan, MicrobatchShape, ReadyRun, cut, pack, plan_microbatch, shapes_up_to
-from noria.types import TILE, Completion, Episode, EpisodeGroup, Piece, Task, Turn
+from noria.bench.learners import add_runs, make_learner, passes, train_in_turn
+from noria.bench.trees import group, tree_of
+from noria.config import LearnerConfig
+from noria.learner.batches import BatchPlanner, Costs, PlannedBatch
+from noria.learner.learner import Learner
+from noria.learner.step import counts_tiles
+from noria.model.config import ModelConfig
+from noria.rl.packing import MicrobatchPlan, shapes_up_to
+from noria.types import Completion, Episode, EpisodeGroup, LossSpec, Task, TokenTree, Turn
 
 NUM_RUNS: Final = 8
 MAX_POSITIONS: Final = 1024
 WASTE: Final = 0.05
 PROGRAMS: Final = 16
-CHUNK: Final = 256
-"""Of the walk that is part of the warm-up, as in a server with room for a path."""
+RANKS: Final = (8, 32)
 
 COMPILED: Final = "/jax/core/compile/backend_compile_duration"
+
+LOSSES: Final = (
+    LossSpec(sequence_mask_c=2.0, kl_coeff=0.1, entropy_coeff=0.01),
+    LossSpec(kind="ppo"),
+    LossSpec(kind="cispo", m2_cap=0.1),
+    LossSpec(kind="dro"),
+    LossSpec(kind="gspo"),
+    LossSpec(kind="importance_sampling", icepop_low=0.5, icepop_high=5.0),
+    LossSpec(kind="cross_entropy"),
+    LossSpec(kind="dpo"),
+)
+"""Of the runs: of every scope, with the adapter off first, and over the whole batch."""
 
 
 @dataclass(slots=True)
@@ -56,40 +78,7 @@ class Waste:
         return max(1 - self.positions / self.dispatched_positions, 1 - self.entries / self.dispatched_entries)
 
 
-@dataclass(slots=True)
-class Line:
-    """The runs with a batch under way, in the order in which they are served: who was just served goes to the end."""
-
-    seed: int
-    shapes: tuple[MicrobatchShape, ...]
-    num_batches: int
-    vocab_size: int
-    runs: deque[ReadyRun] = field(default_factory=deque)
-    num_started: int = 0
-
-    def plans(self) -> Iterator[MicrobatchPlan]:
-        """The passes of all batches, until the last is done."""
-        for slot in range(NUM_RUNS):
-            self._start(slot)
-        while self.runs:
-            plan = plan_microbatch(list(self.runs), self.shapes, self.shapes[-1].num_positions)
-            yield plan
-            taken = {p.slot: p.piece_index + 1 for p in plan.pieces}
-            waiting = [run for run in self.runs if run.slot not in taken]
-            served = [ReadyRun(r.run_id, r.slot, r.pieces, taken[r.slot]) for r in self.runs if r.slot in taken]
-            self.runs = deque(waiting + [run for run in served if run.next_piece < len(run.pieces)])
-            for run in served:
-                if run.next_piece == len(run.pieces):
-                    self._start(run.slot)
-
-    def _start(self, slot: int) -> None:
-        if self.num_started < self.num_batches:
-            pieces = random_batch(self.seed + self.num_started, slot, self.vocab_size, self.shapes[-1])
-            self.num_started += 1
-            self.runs.append(ReadyRun(str(slot), slot, pieces))
-
-
-def random_batch(seed: int, slot: int, vocab_size: int, shape: MicrobatchShape) -> tuple[Piece, ...]:
+def random_batch(seed: int, slot: int, vocab_size: int) -> TokenTree:
     """A batch of run `slot`, whose lengths are of its own kind: groups of 4 to 8, prompts of 20 to 400 ids, answers of 4 to 200 tokens."""
     kind, rng = np.random.default_rng(slot), np.random.default_rng([seed, slot])
     members, prompt, answer = int(kind.integers(4, 9)), int(kind.integers(20, 401)), int(kind.integers(4, 201))
@@ -103,53 +92,68 @@ def random_batch(seed: int, slot: int, vocab_size: int, shape: MicrobatchShape) 
             completion = Completion(sampled, (-5.0,) * len(sampled), (0,) * len(sampled), "stop")
             episodes.append(Episode(f"{index}.{member}", member, (Turn(observation, completion, 1.0),), float(member % 2)))
         groups.append(EpisodeGroup(str(index), str(slot), Task(index, 0), tuple(episodes)))
-    return cut(tree_of(groups), shape)
+    return tree_of(groups)
 
 
 def measure(*, quick: bool = False) -> Report:
     """Everything. quick: 40 batches on a short axis, said in the result."""
     num_batches, max_positions = (40, 768) if quick else (1000, MAX_POSITIONS)
-    loaded, shapes = base_of("tiny"), shapes_up_to(max_positions)
-    waste, planned = Waste(), dict[int, list[MicrobatchPlan]]()
-    for plan in Line(0, shapes, num_batches, loaded.config.vocab_size).plans():
-        waste.add(plan)
-        planned.setdefault(plan.shape.num_positions, []).append(plan)
+    loaded = base_of("tiny")
+    values = measure_waste(loaded.config, num_batches, max_positions)
+    settings = LearnerConfig(max_positions=max_positions, path_positions=4 * max_positions, num_slots=NUM_RUNS // 2 - 1, rank_classes=RANKS)
+    learner = make_learner(loaded, settings)
+    jax.clear_caches()  # what this process has compiled before would not be counted
     with compilations() as names:
-        subject = make_subject(loaded, num_slots=NUM_RUNS)
-        warm_up(subject, shapes)
+        learner.warm_up()
         num_warm = len(names)
-        run_passes(subject, [plan for plans in planned.values() for plan in plans[:: max(1, len(plans) // 4)]])
+        ranks = dict(zip(map(str, range(NUM_RUNS)), cycle(RANKS), strict=False))
+        add_runs(learner, loaded, ranks)
+        train(learner, loaded.config.vocab_size, num_each=1 if quick else 4)
         num_later = len(names) - num_warm
     jitted = program_names()
-    values: Result = {
-        "padding_waste": waste.fraction,
-        "num_programs": sum(name in jitted for name in names[:num_warm]),
-        "compilations_after_warmup": num_later,
-        "num_passes": sum(len(plans) for plans in planned.values()),
-        "dispatched_positions": waste.dispatched_positions,
-    }
+    values |= {"num_programs": sum(name in jitted for name in names[:num_warm]), "compilations_after_warmup": num_later}
     return Report("packing", "tiny", values, bars_of(values), quick)
 
 
-def warm_up(subject: Subject, shapes: tuple[MicrobatchShape, ...]) -> None:
-    """One pass of every shape, a walk over chunks, an optimizer step: what a server compiles before its first run."""
-    piece = cut(sequences(subject.config.vocab_size, lengths=[TILE], entries_each=1), shapes[0])
-    gradient = subject.state.gradient
-    for shape in shapes:
-        plan = plan_microbatch([ReadyRun("0", 0, piece)], [shape], shape.num_positions)
-        gradient = pass_gradient(subject, upload(pack(plan)), gradient)
-    optimizer_step(subject, 0, gradient)
-    replay_gradient(subject, group(subject.config.vocab_size, prompt=2 * CHUNK, answer=8, members=4), CHUNK)
+def measure_waste(config: ModelConfig, num_batches: int, max_positions: int) -> Result:
+    """Padding of the passes of so many batches."""
+    shapes = shapes_up_to(max_positions, is_counted=counts_tiles())
+    planner, waste, num_passes, num_tree = BatchPlanner(shapes[-1]), Waste(), 0, 0
+
+    def of_run(slot: int) -> Iterator[PlannedBatch]:
+        nonlocal num_tree
+        for seed in range(slot, num_batches, NUM_RUNS):
+            tree = random_batch(seed, slot, config.vocab_size)
+            num_tree += len(tree)
+            yield planner.plan(tree)
+
+    for plan in passes({str(slot): of_run(slot) for slot in range(NUM_RUNS)}, shapes, Costs(config)):
+        waste.add(plan)
+        num_passes += 1
+    return {
+        "padding_waste": waste.fraction,
+        "positions_waste": 1 - waste.positions / waste.dispatched_positions,
+        "entries_waste": 1 - waste.entries / waste.dispatched_entries,
+        "repeated": (waste.positions - num_tree) / waste.dispatched_positions,
+        "num_passes": num_passes,
+        "dispatched_positions": waste.dispatched_positions,
+    }
 
 
-def run_passes(subject: Subject, plans: list[MicrobatchPlan]) -> None:
-    """These passes, and an optimizer step of every run."""
-    gradient = subject.state.gradient
-    for plan in plans:
-        gradient = pass_gradient(subject, upload(pack(plan)), gradient)
-    for slot in range(NUM_RUNS):
-        optimizer_step(subject, slot, gradient)
-        gradient = subject.state.gradient
+def train(learner: Learner, vocab_size: int, num_each: int) -> None:
+    """So many random batches of every run, runs of both classes with losses of all kinds side by side, more of them than slots; and a walk."""
+    planner = learner.planner
+
+    def of_run(slot: int) -> Iterator[PlannedBatch]:
+        for number in range(num_each):
+            tree = random_batch(number, slot, vocab_size)
+            pair_M = np.unique(tree.entries.sequence_M, return_inverse=True)[1].astype(np.int32) // 2
+            yield planner.plan(tree, columns={"pair_M": pair_M} if LOSSES[slot].kind == "dpo" else {})
+
+    train_in_turn(learner, {str(slot): of_run(slot) for slot in range(NUM_RUNS)}, lambda run_id: LOSSES[int(run_id)])
+    walked = planner.plan(group(vocab_size, prompt=2 * planner.shape.num_positions, answer=8, members=4))
+    assert walked.walk is not None, "it fits in no pass"
+    train_in_turn(learner, {run_id: iter([walked]) for run_id in ("0", "1")}, lambda run_id: LOSSES[int(run_id)])
 
 
 @contextmanager

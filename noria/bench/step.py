@@ -8,15 +8,16 @@ and one head. What is missing to 1 is attention, adapters, norms, sampling, and 
 import asyncio
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from rich.table import Table
 
 from noria.bench.ceiling import REPEATS, compare, head_matmul, layer_matmuls
+from noria.bench.executors import Subject, pass_gradient, upload
 from noria.clock import RealClock
 from noria.config import SamplerConfig
 from noria.learner.optimizer import empty_state
-from noria.learner.step import Model, loss_cotangents, loss_inputs, pull, score, to_device
 from noria.model.placement import BaseParams, place
 from noria.model.weights import LoadedBase, load_base
 from noria.observe import SpanRecorder
@@ -57,16 +58,12 @@ def _train(loaded: LoadedBase, base: BaseParams, positions: int) -> dict[str, An
     length = positions // 4
     pieces = tuple(PlannedPiece("run", slot, 0, _sequence(length, config.vocab_size, seed=slot)) for slot in range(num_slots))
     microbatch = pack(MicrobatchPlan(microbatch_shape(positions), pieces))
-    arrays, state = to_device(microbatch), empty_state(config, num_slots, RANK)
-    model, table, inputs = Model(base.stacked, state.params, jnp.ones(num_slots)), loss_table({}, num_slots), loss_inputs(microbatch)
-    gradient = state.gradient
+    subject = Subject(config, base.stacked, empty_state(config, num_slots, RANK), jnp.ones(num_slots), loss_table({}, num_slots))
+    uploaded, gradient = upload(microbatch), subject.zero_gradient()
 
     def step() -> None:
         nonlocal gradient
-        outputs, residuals = score(model, arrays, config)
-        cotangents, _ = loss_cotangents(outputs, inputs, table)
-        gradient = pull(model, arrays, residuals, cotangents, gradient, config=config)
-        gradient["a"]["q"].block_until_ready()
+        gradient = jax.block_until_ready(pass_gradient(subject, uploaded, gradient))
 
     chunks = -(-microbatch.num_entries // ENTRY_CHUNK)
     layers, head = layer_matmuls(base, positions), head_matmul(base, config, ENTRY_CHUNK)

@@ -12,12 +12,14 @@ plan depends on nothing but the batch and the server's sizes, so a run trains to
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import TypeAlias, final
+from typing import Final, TypeAlias, final
 
 import numpy as np
 import numpy.typing as npt
 
 from noria.errors import InvalidRequestError, TreeTooLargeError
+from noria.learner.arrays import exact, exact_piece, exact_tree
+from noria.learner.memory import walk_blocks
 from noria.model.config import ModelConfig
 from noria.rl.chunks import PrefixGradient, ReplayPlan, plan_replay
 from noria.rl.packing import MicrobatchShape, cut, take_entries
@@ -26,10 +28,17 @@ from noria.types import ENTRY_TILE, TILE, Entries, FloatArray, Ids, IntArray, Pi
 Column: TypeAlias = FloatArray | IntArray | npt.NDArray[np.bool_]
 Places: TypeAlias = npt.NDArray[np.integer]
 
-COLUMNS = ("reference_logprobs_M", "returns_M", "behavior_values_M", "pair_M", "staleness_M", "is_outside_M")
-"""The optional inputs of losses (`rl.losses.LossInputs`)."""
+COLUMNS: Final[Mapping[str, type[np.float32] | type[np.int32] | type[np.bool_]]] = {
+    "reference_logprobs_M": np.float32,
+    "returns_M": np.float32,
+    "behavior_values_M": np.float32,
+    "pair_M": np.int32,
+    "staleness_M": np.int32,
+    "is_outside_M": np.bool_,
+}
+"""The optional inputs of losses (`rl.losses.LossInputs`), each with its dtype: that of a microbatch's column, whoever's entries stand in it."""
 
-PULL_PASSES, SCORE_PASSES = 3, 1
+PULL_PASSES, SCORE_PASSES = 2, 1
 """Passes over the layers' products: the pull recomputes them, and multiplies by each transposed weight."""
 
 
@@ -72,17 +81,25 @@ class BatchPlanner:
     shape: MicrobatchShape
     path_positions: int = 0
 
+    @property
+    def longest(self) -> int:
+        """Positions of the longest sequence that can be trained."""
+        return max(self.shape.num_positions, self.path_positions)
+
     def plan(
         self, batch: TokenTree | Sequence[Piece], *, columns: Mapping[str, Column] | None = None, prefix_gradient: PrefixGradient = "exact"
     ) -> PlannedBatch:
         """The batch for the executor that suits it. columns: see PlannedBatch.
 
-        Raises TreeTooLargeError: a path, or a piece that was cut elsewhere, is too long for this learner. InvalidRequestError: a column that is none,
-        or of another length.
+        Raises TreeTooLargeError: a path, or a piece that was cut elsewhere, is too long for this learner. InvalidRequestError: what is no batch, a
+        column that is none, of another length, or of numbers that its dtype cannot hold.
         """
         given = dict(columns or {})
         if not isinstance(batch, TokenTree):
-            return self._packed(tuple(batch), given)
+            if not isinstance(batch, Sequence):
+                raise InvalidRequestError(f"a batch must be a TokenTree, Pieces or a PlannedBatch, got {type(batch).__name__}")
+            return self._packed(tuple(map(exact_piece, batch)), given)
+        batch = exact_tree(batch)
         if not len(batch.entries):
             return PlannedBatch((), (), batch.entries, {})
         if prefix_gradient == "stop":
@@ -122,7 +139,7 @@ class BatchPlanner:
         walk = self._walk(tree, prefix_gradient)
         if not self._path_fits(walk):
             raise TreeTooLargeError(
-                f"the tree has a path of {walk.num_blocks * TILE} positions in chunks, this learner walks {self.path_positions}: "
+                f"the tree has a path of {longest_path(walk)} positions in {walk.num_blocks} tiles, this learner walks {self.path_positions}: "
                 "raise learner.path_positions, or shorten the run's episodes"
             )
         for chunk in walk.chunks:
@@ -133,7 +150,7 @@ class BatchPlanner:
         return of_walk(tree, walk, columns, prefix_gradient)
 
     def _path_fits(self, walk: ReplayPlan) -> bool:
-        return walk.num_blocks * TILE <= self.path_positions
+        return walk_fits(walk, self.shape, self.path_positions)
 
     def _passes(self, walk: ReplayPlan) -> int:
         """Positions times passes of a walk: each of its visits has a microbatch to itself."""
@@ -141,10 +158,21 @@ class BatchPlanner:
         return sum(cost[visit.action] * self.shape.dispatched(walk.chunks[visit.chunk].piece.num_tiles) for visit in walk.visits)
 
 
+def walk_fits(walk: ReplayPlan, shape: MicrobatchShape, path_positions: int) -> bool:
+    """Whether a learner with such chunks and paths can walk it: a path has room for a whole chunk behind its last (`memory.walk_blocks`)."""
+    num_blocks = max(chunk.first_block for chunk in walk.chunks) + shape.num_tiles
+    return longest_path(walk) <= path_positions and num_blocks <= walk_blocks(path_positions, shape)
+
+
+def longest_path(walk: ReplayPlan) -> int:
+    """Positions of the longest sequence in it."""
+    return max(int(np.max(chunk.piece.depth_T)) for chunk in walk.chunks) + 1
+
+
 def of_walk(
     tree: TokenTree, walk: ReplayPlan, columns: Mapping[str, Column] | None = None, prefix_gradient: PrefixGradient = "exact"
 ) -> PlannedBatch:
-    """A tree with its walk, whatever its length. columns: see PlannedBatch. Raises InvalidRequestError: a column is none, or of another length."""
+    """A tree with its walk, whatever its length. columns: see PlannedBatch. Raises InvalidRequestError: as `BatchPlanner.plan`."""
     parts, places = tuple(chunk.piece for chunk in walk.chunks), tuple(chunk.entry_M for chunk in walk.chunks)
     return PlannedBatch(parts, places, tree.entries, _checked(dict(columns or {}), len(tree.entries)), walk, prefix_gradient)
 
@@ -166,12 +194,9 @@ def _joined(parts: Sequence[Entries]) -> Entries:
 
 
 def _checked(columns: dict[str, Column], num_entries: int) -> dict[str, Column]:
-    for name, column in columns.items():
-        if name not in COLUMNS:
-            raise InvalidRequestError(f"a batch has no column {name!r}; known: {', '.join(COLUMNS)}")
-        if len(column) != num_entries:
-            raise InvalidRequestError(f"column {name} of a batch has {len(column)} numbers, one per entry are needed: {num_entries}")
-    return columns
+    if unknown := [name for name in columns if name not in COLUMNS]:
+        raise InvalidRequestError(f"a batch has no column {unknown[0]!r}; known: {', '.join(COLUMNS)}")
+    return {name: exact(f"column {name}, one per entry,", column, COLUMNS[name], num_entries) for name, column in columns.items()}
 
 
 @final

@@ -24,8 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from noria.errors import InvalidRequestError
-from noria.learner.batches import Column, Costs, PlannedBatch, of_walk
+from noria.learner.batches import COLUMNS, Column, Costs, PlannedBatch, of_walk
 from noria.learner.memory import walk_blocks
 from noria.learner.operations import BatchResult, EntryOutputs, Forward, ForwardBackward, Pass
 from noria.learner.queue import Mode
@@ -47,36 +46,14 @@ from noria.rl.losses import (
     scope_of,
 )
 from noria.rl.packing import MicrobatchPlan, MicrobatchShape, PlannedPiece, pack
-from noria.types import TILE, Entries, FloatArray, LossSpec, Microbatch, Piece, TokenTree
+from noria.types import TILE, Entries, FloatArray, IntArray, LossSpec, Microbatch, Piece, TokenTree
 
 Phase: TypeAlias = Literal["reference", "score", "train", "loss", "pull"]
 
 _MODE_OF: dict[Phase, Mode] = {"reference": "reference", "score": "score", "train": "train", "pull": "train"}
 
-_NEEDED = ("returns_M", "behavior_values_M", "pair_M")
-"""Columns that nobody but the batch's maker can fill."""
-
-
-def check(operation: Pass, run_id: str, *, has_values: bool) -> None:
-    """Raises InvalidRequestError: no entries, an unknown loss, a setting out of range, a loss that reads what neither batch nor learner has.
-    ValueError, TypeError: a setting that is no number."""
-    batch, loss = operation.batch, operation.loss
-    loss_table({0: loss}, 1)
-    if not len(batch.entries):
-        raise InvalidRequestError(f"run {run_id} submitted a batch without a single trained token")
-    given = None if isinstance(operation, Forward) else operation.cotangents
-    if given is not None:
-        lengths = {len(getattr(given, f.name)) for f in fields(EntryOutputs)}
-        if lengths != {len(batch.entries)}:
-            raise InvalidRequestError(f"cotangents have {sorted(lengths)} numbers, one per entry are needed: {len(batch.entries)}")
-        return
-    if isinstance(operation, Forward) and operation.of_base:
-        return
-    read = fields_read(loss)
-    if missing := [name for name in _NEEDED if name in read and name not in batch.columns]:
-        raise InvalidRequestError(f"loss {loss.kind} reads {', '.join(missing)}, which this batch has no columns of")
-    if "value_M" in read and not has_values:
-        raise InvalidRequestError(f"loss {loss.kind} trains a critic, this learner has no room for value heads: set learner.has_values")
+_MAX_SUMMED = 2**21
+"""Entries that the exact sums of `rl/sums.py` hold."""
 
 
 def is_whole(batch: PlannedBatch, loss: LossSpec) -> bool:
@@ -163,18 +140,17 @@ class Job:
     def evaluate(self, sizes: Sequence[int], num_rows: int) -> None:
         """The phase `loss`: once over the whole batch, in its own order. sizes, num_rows: see `whole_sizes` and `num_loss_rows`."""
         count = len(self.batch.entries)
-        size = next((size for size in sizes if size >= count), 1 << (count - 1).bit_length())
+        size = next(size for size in sizes if size >= count)  # batches beyond the last were refused
         missing = size - count
 
         def padded(column: Any, fill: int = 0) -> Any:
             return np.pad(column, (0, missing), constant_values=fill)
 
-        sequence_M = np.unique(self.batch.entries.sequence_M, return_inverse=True)[1].astype(np.int32)
         columns: dict[str, Any] = {f.name: padded(getattr(self.batch.entries, f.name)) for f in fields(Entries)}
-        entries = Entries(**(columns | {"sequence_M": padded(sequence_M, size - 1)}))
-        others: dict[str, Any] = {name: padded(column) for name, column in self.columns.items()}
+        entries = Entries(**(columns | {"sequence_M": padded(_numbered(self.batch.entries.sequence_M), size - 1)}))
+        others: dict[str, Any] = {name: padded(_numbered(column) if name == "pair_M" else column) for name, column in self.columns.items()}
         inputs = loss_inputs_of(entries, np.zeros(size, np.int32), **others)
-        outputs = TokenOutputs(*(jnp.asarray(padded(output_M)) for output_M in self._outputs))
+        outputs = jax.device_put(TokenOutputs(*map(padded, self._outputs)), jax.devices()[0])  # named, as a pass's outputs are: one program for both
         cotangents, sums = loss_cotangents(outputs, jax.tree.map(jnp.asarray, inputs), loss_table({0: self.loss}, num_rows))
         if not isinstance(self.operation, Forward):
             self._cotangents = np.stack([np.asarray(d_M)[:count] for d_M in cotangents])
@@ -208,9 +184,13 @@ def _phases(operation: Pass) -> list[Phase]:
 
 
 def whole_sizes(shapes: Sequence[MicrobatchShape]) -> tuple[int, ...]:
-    """Sizes of the axis M of a loss over a whole batch: those of microbatches, whose programs exist, and two larger ones. Beyond, powers of two."""
+    """Sizes of the axis M of a loss over a whole batch: those of microbatches, whose programs exist, and two larger ones. All there are: a loss that
+    must see more at once is refused.
+
+    A loss costs next to nothing beside the model (0.35 microseconds an entry on a CPU), so what matters is how far the few sizes reach.
+    """
     sizes = sorted({shape.num_entries for shape in shapes})
-    return (*sizes, 4 * sizes[-1], 16 * sizes[-1])
+    return (*sizes, *(size for size in (8 * sizes[-1], 64 * sizes[-1]) if size <= _MAX_SUMMED))
 
 
 Owners: TypeAlias = Sequence[tuple[Job, int]]
@@ -267,7 +247,7 @@ def judge(microbatch: Microbatch, owners: Owners, outputs: TokenOutputs, *, is_t
             if job.phase != "train":
                 for d_M, known_M in zip(cotangents, job.known_cotangents(part), strict=True):
                     d_M[at] = known_M
-    return TokenCotangents(*(jnp.asarray(d_M) for d_M in cotangents))
+    return jax.device_put(TokenCotangents(*cotangents), jax.devices()[0])  # named, as a loss's are: one program, whoever brings them
 
 
 def _loss_of(microbatch: Microbatch, owners: Owners, where: Sequence[slice], num_rows: int) -> tuple[LossInputs, LossTable, dict[Job, int]]:
@@ -280,9 +260,14 @@ def _loss_of(microbatch: Microbatch, owners: Owners, where: Sequence[slice], num
         for name, column in job.columns.items():
             values = column[job.batch.places[part]]
             if name == "pair_M":  # unique among all pairs of the microbatch, of which an entry opens at most one
-                values = np.unique(values, return_inverse=True)[1].astype(np.int32) + np.int32(at.start)
-            others.setdefault(name, np.zeros(len(row_M), column.dtype))[at] = values
+                values = _numbered(values) + np.int32(at.start)
+            others.setdefault(name, np.zeros(len(row_M), COLUMNS[name]))[at] = values
     return loss_inputs_of(microbatch.entries, row_M, **others), loss_table({row: job.loss for job, row in row_of.items()}, num_rows), row_of
+
+
+def _numbered(group_M: Any) -> IntArray:
+    """Groups numbered from 0 on, whatever they were called."""
+    return np.unique(group_M, return_inverse=True)[1].astype(np.int32)
 
 
 def with_slots(plan: MicrobatchPlan, slot_of: dict[str, int]) -> MicrobatchPlan:
@@ -316,10 +301,11 @@ class Walk:
         self._shape, self._config, self._costs, self._num_rows = shape, config, costs, num_rows
         self._replay: Replay | None = None
         self._num_left = 0
-        self.visit_flops = 0.0
+        self.visit_flops = self.visit_s = 0.0
 
     def advance(self, model: Model, slot: int, accumulators: AdapterTree) -> AdapterTree:
-        """One visit of the present phase. slot: where the run lies now. accumulators: gradients of all slots (donated); returned with what is new."""
+        """One visit of the present phase, or the first half of one (`is_halfway`). slot: where the run lies now. accumulators: gradients of all slots
+        (donated); returned with what is new."""
         phase = self.job.phase
         if self._replay is None:
             is_forward = phase in ("score", "reference")
@@ -327,7 +313,6 @@ class Walk:
                 self._plan,
                 self._shape,
                 self._config,
-                slot=slot,
                 judge=self._judge,
                 is_forward=is_forward,
                 num_blocks=self._num_blocks,
@@ -335,14 +320,23 @@ class Walk:
             )
             self._num_left = len(self._plan.chunks) if is_forward else len(self._plan.visits)
             self.visit_flops = self._total_flops(is_forward=is_forward) / self._num_left
-        self._replay.slot = slot
-        added = self._replay.advance(without_adapters(model) if phase == "reference" else model, accumulators)
+        added = self._replay.advance(without_adapters(model) if phase == "reference" else model, slot, accumulators)
         assert added is not None, "a walk has as many visits as its plan says"
-        self._num_left -= 1
+        self._num_left -= not self._replay.is_halfway
         if not self._num_left:
             self._replay = None
             self.job.end_phase()
         return added
+
+    @property
+    def is_halfway(self) -> bool:
+        """A chunk is scored, and its pull is what `advance` does next; until then the run may not change its slot."""
+        return self._replay is not None and self._replay.is_halfway
+
+    def park(self) -> None:
+        """Let the path wait in host memory until the next visit: another walk has the device."""
+        if self._replay is not None:
+            self._replay.park()
 
     def _judge(self, index: int, microbatch: Microbatch, outputs: TokenOutputs) -> TokenCotangents:
         count = len(self._plan.chunks[index].entry_M)

@@ -12,22 +12,30 @@ goes between; a microbatch is pulled in the very next one, and in between no run
 The learner deliberately neither commits nor publishes: it hands results to whoever asked.
 """
 
+import logging
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias, final
+from typing import Any, final
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from noria.config import LearnerConfig
-from noria.errors import AdapterFileCorruptError, GradientNotFiniteError, InvalidRequestError, StageStoppedError, StateConflictError
-from noria.learner.batches import BatchPlanner, Costs, PlannedBatch, sequence
-from noria.learner.executors import Job, Owners, Scored, Walk, check, score_microbatch, warm_up_executors, whole_sizes, with_slots
+from noria.errors import (
+    AdapterFileCorruptError,
+    GradientNotFiniteError,
+    NoriaError,
+    OperationFailedError,
+    StageStoppedError,
+    StateConflictError,
+)
+from noria.learner.batches import BatchPlanner, PlannedBatch, sequence
+from noria.learner.checks import Sizes, batch_of, check, check_seq, check_spec, check_state, cotangents_of, ids_of
+from noria.learner.executors import Job, Owners
 from noria.learner.inbox import Inbox, fail_future
-from noria.learner.memory import affordable_positions, walk_blocks
 from noria.learner.operations import (
     BatchResult,
     EntryOutputs,
@@ -37,25 +45,22 @@ from noria.learner.operations import (
     Operation,
     OptimResult,
     OptimStep,
+    Refused,
     RunSpec,
     Save,
     StepResult,
 )
-from noria.learner.optimizer import apply_step, hyperparameters, read_gradient
-from noria.learner.pace import Pace
-from noria.learner.queue import FairOrder, plan_pass
-from noria.learner.residency import Residency
-from noria.learner.run_queue import LEADING_JOBS, RunQueue
-from noria.learner.step import Model, counts_tiles, pull, score, to_device
+from noria.learner.optimizer import read_gradient
+from noria.learner.passes import Passes
+from noria.learner.queue import FairOrder
+from noria.learner.run_queue import RunQueue
+from noria.learner.submissions import AnyBatch, Submission, as_step
 from noria.model.config import ModelConfig
 from noria.model.lora import AdapterState, HostAdapter
 from noria.protocols import Clock, Spans
-from noria.rl.losses import loss_table
-from noria.rl.packing import MicrobatchPlan, ReadyRun, pack, plan_microbatch, shapes_up_to
-from noria.types import FloatArray, Ids, LossSpec, OptimizerSpec, Piece, TokenTree
+from noria.types import FloatArray, Ids, LossSpec, OptimizerSpec
 
-AnyBatch: TypeAlias = PlannedBatch | TokenTree | Sequence[Piece]
-"""A batch: planned (`Learner.planner`), a tree, or pieces cut for this learner's largest microbatch."""
+log = logging.getLogger(__name__)
 
 
 @final
@@ -78,38 +83,34 @@ class Learner:
         max_stall_s: float,
         spill_dir: Path | None = None,
     ) -> None:
-        self._params, self._config, self._settings = params, config, settings
-        self._spans, self._clock = spans, clock
-        base = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
-        self._shapes = shapes_up_to(affordable_positions(config, settings, base=base), is_counted=counts_tiles())
-        self._num_rows = LEADING_JOBS * settings.num_slots
-        self.planner = BatchPlanner(self._shapes[-1], settings.path_positions)
-        self._costs = Costs(config)
-        self._residency = Residency(config, settings, spill_dir=spill_dir)
+        self._clock = clock
+        self._fair = FairOrder()
+        self._passes = Passes(
+            params, config, settings, spans=spans, clock=clock, charge=self._fair.charge, max_stall_s=max_stall_s, spill_dir=spill_dir
+        )
         self._queues: dict[str, RunQueue] = {}
         self._busy: dict[str, RunQueue] = {}
-        self._fair = FairOrder()
-        self._pace = Pace(max_stall_s, settings.max_quantum_s)
-        self._scored: Scored | None = None
-        self._walk: Walk | None = None
         self._probes: deque[tuple[str, Ids, Future[FloatArray]]] = deque()
+        self._has_probed = False
+        self._apart: set[str] = set()
         self._inbox = Inbox(wake)
+        self._sizes = Sizes(self.planner.shape, settings.path_positions, config.vocab_size, settings.has_values)
         self._num_groups = 0
-        self.num_microbatches = 0
-        self.positions_useful = 0
-        self.positions_dispatched = 0
 
     def warm_up(self) -> None:
         """Compile every program of the closed set, before the first step and before any run is loaded. Seconds per shape for deep models."""
         assert not self._queues, "warm up first"
-        self._residency.warm_up()
-        for rank_class in self._settings.rank_classes:
-            gradient = self._residency.slots(rank_class).gradient
-            model, shapes = self._model(rank_class), self._shapes
-            gradient = warm_up_executors(model, gradient, self._config, shapes, num_rows=self._num_rows, path_positions=self._settings.path_positions)
-            state = self._residency.slots(rank_class)._replace(gradient=gradient)
-            self._residency.replace(rank_class, apply_step(state, jnp.int32(0), hyperparameters(OptimizerSpec(0.0)))[0])
-        self._pace.seen.update(shape.num_positions for shape in self._shapes)
+        self._passes.warm_up()
+
+    @property
+    def planner(self) -> BatchPlanner:
+        """What plans batches for this learner. Any thread."""
+        return self._passes.planner
+
+    @property
+    def num_microbatches(self) -> int:
+        """Microbatches so far."""
+        return self._passes.num_microbatches
 
     # ---- any thread -------------------------------------------------------------------------------------------------------------------
 
@@ -124,46 +125,63 @@ class Learner:
         """Forget the run; what it has under way is given up (the futures raise StageStoppedError)."""
         return self._inbox.post(lambda: self._unload(run_id))
 
-    def forward(self, run_id: str, batch: AnyBatch, loss: LossSpec | None = None, *, of_base: bool = False) -> "Future[BatchResult]":
+    def forward(
+        self, run_id: str, batch: AnyBatch, loss: LossSpec | None = None, *, of_base: bool = False, seq: int | None = None
+    ) -> "Future[BatchResult]":
         """Score a batch. loss: None for the run's own; evaluated for its metrics. of_base: see `operations.Forward`.
 
-        The future raises InvalidRequestError (no entries, an unknown loss, one that reads what the batch lacks), TreeTooLargeError,
-        StateConflictError (unknown run), AdapterFileCorruptError (the run's state was on disk, and is damaged), StageStoppedError.
+        seq: the operation's number in its run, for callers whose operations may come out of order: it waits until all smaller ones have come, from
+        `RunSpec.first_seq` on (`skip` for one that never will). None: in the order of the calls.
+
+        The future raises InvalidRequestError (no entries, an unknown loss, one that reads what the batch lacks, numbers that are out of range),
+        TreeTooLargeError, StateConflictError (unknown run, a number that has come before), AdapterFileCorruptError (the run's state was on disk, and
+        is damaged), OperationFailedError (on the device, out of memory say), StageStoppedError.
         """
-        return self._submit(run_id, lambda: self._planned(batch), lambda spec, planned: [Forward(planned, loss or spec.loss, of_base)])[0]
+
+        def operations(spec: RunSpec, planned: PlannedBatch) -> list[Operation]:
+            return [Forward(planned, spec.loss if loss is None else loss, of_base)]
+
+        return self._submit(Submission(run_id, operations, seq, batch))[0]
 
     def forward_backward(
-        self, run_id: str, batch: AnyBatch, loss: LossSpec | None = None, *, cotangents: EntryOutputs | None = None
+        self, run_id: str, batch: AnyBatch, loss: LossSpec | None = None, *, cotangents: EntryOutputs | None = None, seq: int | None = None
     ) -> "Future[BatchResult]":
-        """Score a batch and add its gradient to the run's pending one. cotangents: by entry, in place of a loss's. The future raises as `forward`."""
+        """Score a batch and add its gradient to the run's pending one. cotangents: by entry, in place of a loss's. seq, errors: as `forward`."""
 
         def operations(spec: RunSpec, planned: PlannedBatch) -> list[Operation]:
-            return [ForwardBackward(planned, loss or spec.loss, cotangents)]
+            given = None if cotangents is None else cotangents_of(cotangents, planned, self._sizes)
+            return [ForwardBackward(planned, spec.loss if loss is None else loss, given)]
 
-        return self._submit(run_id, lambda: self._planned(batch), operations)[0]
+        return self._submit(Submission(run_id, operations, seq, batch, is_part_of_step=True))[0]
 
-    def optim_step(self, run_id: str, optimizer: OptimizerSpec | None = None) -> "Future[OptimResult]":
-        """One optimizer step from all that was submitted before. optimizer: None for the run's own.
+    def optim_step(self, run_id: str, optimizer: OptimizerSpec | None = None, *, seq: int | None = None) -> "Future[OptimResult]":
+        """One optimizer step from all that was submitted before. optimizer: None for the run's own. seq: as `forward`.
 
-        The future raises GradientNotFiniteError (the adapter stays as it was, the pending gradient is cleared), and as `forward`.
+        The future raises GradientNotFiniteError, StateConflictError (also if a forward_backward since the last step failed), and as `forward`. In any
+        case the adapter stays as it was then, and the pending gradient is cleared.
         """
-        return self._submit(run_id, lambda: None, lambda spec, _: [OptimStep(optimizer or spec.optimizer)])[0]
+        return self._submit(Submission(run_id, lambda spec, _: [OptimStep(spec.optimizer if optimizer is None else optimizer)], seq))[0]
 
-    def load(self, run_id: str, state: AdapterState) -> "Future[None]":
+    def load(self, run_id: str, state: AdapterState, *, seq: int | None = None) -> "Future[None]":
         """Replace the run's state, in its turn. The future raises StateConflictError (unknown run, a state that is not one of this model)."""
-        return self._submit(run_id, lambda: None, lambda _spec, _: [Load(state)])[0]
+        return self._submit(Submission(run_id, lambda _spec, _: [Load(state)], seq))[0]
 
-    def save(self, run_id: str) -> "Future[AdapterState]":
-        """The run's state after all that was submitted before. The future raises as `forward`."""
-        return self._submit(run_id, lambda: None, lambda _spec, _: [Save()])[0]
+    def save(self, run_id: str, *, seq: int | None = None) -> "Future[AdapterState]":
+        """The run's state after all that was submitted before. seq, errors: as `forward`."""
+        return self._submit(Submission(run_id, lambda _spec, _: [Save()], seq))[0]
 
     def train(self, run_id: str, batch: AnyBatch, *, loss: LossSpec | None = None, optimizer: OptimizerSpec | None = None) -> "Future[StepResult]":
-        """forward_backward, optim_step and save in one. The future raises what each of them raises."""
+        """forward_backward, optim_step and save in one. The future raises what each of them raises: then no gradient is pending."""
 
         def operations(spec: RunSpec, planned: PlannedBatch) -> list[Operation]:
-            return [ForwardBackward(planned, loss or spec.loss), OptimStep(optimizer or spec.optimizer), Save()]
+            step = OptimStep(spec.optimizer if optimizer is None else optimizer)
+            return [ForwardBackward(planned, spec.loss if loss is None else loss), step, Save()]
 
-        return _as_step(run_id, self._submit(run_id, lambda: self._planned(batch), operations, num_operations=3))
+        return as_step(run_id, self._submit(Submission(run_id, operations, None, batch, num_operations=3)))
+
+    def skip(self, run_id: str, seq: int) -> "Future[None]":
+        """The operation of this number will never come: none waits for it. The future raises StateConflictError: unknown run, or it has come."""
+        return self._inbox.post(lambda: self._append(self._queue(run_id), [], [], seq))
 
     def score_ids(self, run_id: str, ids: Ids) -> "Future[FloatArray]":
         """learner_logprobs of ids[1:] given what precedes each, temperature 1, by the run's adapter as it is now: float32 [len(ids) - 1]. Waits for
@@ -181,22 +199,29 @@ class Learner:
     @property
     def has_work(self) -> bool:
         """Whether `step` would do something."""
-        return bool(self._inbox or self._busy or self._probes or self._scored)
+        return bool(self._inbox or self._busy or self._probes or self._passes.scored)
 
     # ---- the device thread ------------------------------------------------------------------------------------------------------------
 
     def step(self) -> bool:
-        """One device dispatch: the pull of a scored microbatch, a probe, a barrier that is due, or whatever is next in fair order."""
-        if self._scored is not None:
-            self._pull(self._scored)
+        """One device dispatch: the pull of what the last one scored, a probe, a barrier that is due, or whatever is next in fair order."""
+        if self._passes.scored is not None:
+            self._visited(self._passes.pull().owners)
             return True
-        did_work = self._inbox.drain(lambda: self._residency.is_intact)
-        if self._probes:
+        if (walk := self._passes.walks.halfway) is not None:
+            self._alone(self._queues[walk.run_id], walk.job)
+            return True
+        did_work = self._inbox.drain(lambda: self._passes.is_intact)
+        ready = [run_id for run_id, queue in self._busy.items() if not self._is_blocked(queue)]
+        if self._probes and not (self._has_probed and ready):  # probes wait for nothing queued, but every other dispatch is not theirs
+            self._has_probed = True
             self._probe(*self._probes.popleft())
-        elif due := next((queue for queue in self._busy.values() if queue.is_due), None):
+            return True
+        self._has_probed = False
+        if due := next((queue for queue in self._busy.values() if queue.is_due), None):
             self._barrier(due)
-        elif ready := [run_id for run_id, queue in self._busy.items() if not self._is_blocked(queue)]:
-            self._fair.quantum = self._pace.quantum_flops
+        elif ready:
+            self._fair.quantum = self._passes.pace.quantum_flops
             self._next(self._fair.order(ready))
         else:
             return did_work
@@ -211,53 +236,46 @@ class Learner:
             queue.fail(self._inbox.stopped())
         self._probes.clear()
         self._busy.clear()
-        self._scored = self._walk = None
+        self._passes.scored = None
+        self._passes.walks.clear()
 
-    def _planned(self, batch: AnyBatch) -> PlannedBatch:
-        return batch if isinstance(batch, PlannedBatch) else self.planner.plan(batch)
-
-    def _submit(
-        self,
-        run_id: str,
-        prepare: Callable[[], Any],
-        operations: Callable[[RunSpec, Any], Sequence[Operation]],
-        *,
-        num_operations: int = 1,
-    ) -> list["Future[Any]"]:
-        """Queue operations that fail together. prepare: on this thread, off the device."""
-        futures: list[Future[Any]] = [Future() for _ in range(num_operations)]
+    def _submit(self, given: Submission) -> list["Future[Any]"]:
+        """Queue operations that fail together. Batches are planned on this thread, off the device."""
+        futures: list[Future[Any]] = [Future() for _ in range(given.num_operations)]
         try:
-            prepared = prepare()
+            planned = None if given.batch is None else self._planned(given.batch)
         except Exception as error:  # noqa: BLE001 - the caller's failure, handed back to it
             for future in futures:
                 future.set_exception(error)
+            self._inbox.post(partial(self._refuse, given, error))
             return futures
-        self._inbox.post(lambda: self._enqueue(run_id, operations, prepared, futures), *futures)
+        self._inbox.post(lambda: self._enqueue(given, planned, futures), *futures)
         return futures
+
+    def _planned(self, batch: AnyBatch) -> PlannedBatch:
+        return batch_of(batch, self.planner, self._sizes)
 
     # ---- commands ---------------------------------------------------------------------------------------------------------------------
 
     def _load(self, spec: RunSpec, state: AdapterState) -> None:
+        check_spec(spec)
+        check_state(state)
         if spec.run_id in self._queues:
             raise StateConflictError(f"run {spec.run_id} is loaded already")
-        hyperparameters(spec.optimizer)
-        loss_table({0: spec.loss}, 1)
-        self._residency.add(spec.run_id, spec.lora, state)
+        self._passes.residency.add(spec.run_id, spec.lora, state)
         self._queues[spec.run_id] = RunQueue(spec, state.num_steps)
 
     def _unload(self, run_id: str) -> None:
-        queue = self._queues.pop(run_id, None)
+        queue = self._queues.pop(run_id, None) if isinstance(run_id, str) else None
         if queue is None:
             return
         self._fail_run(queue, StageStoppedError(f"run {run_id} was stopped"))
         self._fair.forget(run_id)
-        self._residency.remove(run_id)
+        self._passes.residency.remove(run_id)
 
     def _fail_run(self, queue: RunQueue, error: BaseException) -> None:
         """Everything that the run has queued fails with `error`; nobody else's does."""
-        run_id = queue.spec.run_id
-        if self._walk is not None and self._walk.run_id == run_id:
-            self._walk = None
+        self._passes.walks.end(queue.spec.run_id)
         queue.fail(error)
         self._rest(queue)
 
@@ -266,69 +284,62 @@ class Learner:
         if not len(queue) and self._busy.pop(queue.spec.run_id, None) is not None:
             self._fair.deactivate(queue.spec.run_id)
 
-    def _enqueue(
-        self, run_id: str, operations: Callable[[RunSpec, Any], Sequence[Operation]], prepared: Any, futures: Sequence["Future[Any]"]
-    ) -> None:
-        queue = self._queue(run_id)
-        made = operations(queue.spec, prepared)
-        for operation in made:
-            if isinstance(operation, Forward | ForwardBackward):
-                check(operation, run_id, has_values=self._settings.has_values)
-            elif isinstance(operation, OptimStep):
-                hyperparameters(operation.optimizer)
+    def _enqueue(self, given: Submission, planned: PlannedBatch | None, futures: Sequence["Future[Any]"]) -> None:
+        queue = self._queue(given.run_id)
+        try:
+            made = given.operations(queue.spec, planned)
+            for operation in made:
+                check(operation, given.run_id, self._sizes)
+        except Exception as error:
+            self._refuse(given, error)
+            raise
+        self._append(queue, made, futures, given.seq)
+
+    def _refuse(self, given: Submission, error: BaseException) -> None:
+        """What was submitted failed before it was queued: nobody waits for its number, and a step that it was a part of will fail."""
+        queue = self._queues.get(given.run_id) if isinstance(given.run_id, str) else None
+        if queue is not None:
+            refused = [Refused(error)] if given.is_part_of_step else []
+            self._append(queue, refused, [Future() for _ in refused], given.seq)
+
+    def _append(self, queue: RunQueue, operations: Sequence[Operation], futures: Sequence["Future[Any]"], seq: int | None) -> None:
+        check_seq(seq)
         self._num_groups += 1
-        queue.append(made, futures, self._num_groups)
-        self._busy[run_id] = queue
-        self._fair.activate(run_id, queue.spec.weight)
+        queue.append(operations, futures, self._num_groups, seq=seq)
+        if len(queue):
+            self._busy[queue.spec.run_id] = queue
+            self._fair.activate(queue.spec.run_id, queue.spec.weight)
 
     def _queue(self, run_id: str) -> RunQueue:
-        queue = self._queues.get(run_id)
+        queue = self._queues.get(run_id) if isinstance(run_id, str) else None
         if queue is None:
             raise StateConflictError(f"run {run_id} is not loaded")
         return queue
 
     def _read_gradient(self, run_id: str) -> HostAdapter:
-        slot = self._residency.bring([run_id])[run_id]
-        return read_gradient(self._residency.slots(self._residency.class_of(run_id)), slot)
+        self._queue(run_id)
+        residency = self._passes.residency
+        slot = residency.bring([run_id])[run_id]
+        return read_gradient(residency.slots(residency.class_of(run_id)), slot)
 
     def _add_probe(self, run_id: str, ids: Ids, future: "Future[FloatArray]") -> None:
         self._queue(run_id)
-        if len(ids) < 2:
-            raise InvalidRequestError(f"scoring needs at least 2 ids, got {len(ids)}")
-        if not all(0 <= i < self._config.vocab_size for i in ids):
-            raise InvalidRequestError(f"ids to score must be in [0, {self._config.vocab_size}), got {min(ids)} .. {max(ids)}")
+        ids = ids_of(ids, self._sizes)
         self.planner.plan([sequence(ids)])
         self._probes.append((run_id, ids, future))
 
     # ---- dispatches -------------------------------------------------------------------------------------------------------------------
 
-    def _model(self, rank_class: int) -> Model:
-        return Model(self._params, self._residency.slots(rank_class).params, jnp.asarray(self._residency.scale_A(rank_class)))
-
-    def _bring(self, run_ids: Sequence[str]) -> dict[str, int] | None:
-        """Slots of these runs. None if one's state is lost: it has failed then, and the others are as they were."""
-        try:
-            return self._residency.bring(run_ids)
-        except AdapterFileCorruptError:
-            for run_id in run_ids:
-                if error := self._residency.lost.get(run_id):
-                    self._fail_run(self._queues[run_id], error)
-            return None
-
     def _probe(self, run_id: str, ids: Ids, future: "Future[FloatArray]") -> None:
         try:
-            slot, piece = self._residency.bring([run_id])[run_id], sequence(ids)
+            future.set_result(self._passes.probe(run_id, ids))
         except (StateConflictError, AdapterFileCorruptError) as error:
             fail_future(future, error)
-            return
-        plan = plan_microbatch([ReadyRun(run_id, slot, [piece])], self._shapes, 0)
-        outputs, _ = score(self._model(self._residency.class_of(run_id)), to_device(pack(plan)), self._config)
-        future.set_result(np.asarray(outputs.learner_logprobs_M)[: len(piece.entries)])
 
     def _is_blocked(self, queue: RunQueue) -> bool:
-        """Whether the run waits for another's walk to end: one path of keys and values exists at a time."""
-        job = queue.job
-        return job is not None and job.batch.walk is not None and self._walk is not None and self._walk.job is not job
+        """Whether the run waits for room for its walk."""
+        job, walks = queue.job, self._passes.walks
+        return job is not None and job.batch.walk is not None and job.mode is not None and queue.spec.run_id not in walks and not walks.has_room
 
     def _next(self, order: Sequence[str]) -> None:
         """Serve the first run of `order`, and the others with what room it leaves."""
@@ -337,14 +348,87 @@ class Learner:
         if job is None:
             self._barrier(queue)
             self._fair.end_turn(order[0])
-        elif job.phase == "loss":
-            with self._spans.span("learner", "loss", order[0]):
-                job.evaluate(whole_sizes(self._shapes), self._num_rows)
-            self._settle([queue])
-        elif job.batch.walk is not None:
-            self._visit(queue, job)
+        elif job.phase == "loss" or job.batch.walk is not None:
+            self._alone(queue, job)
         else:
             self._score(order)
+
+    def _alone(self, queue: RunQueue, job: Job) -> None:
+        """A dispatch for one job: its loss over the whole batch, or a visit of its walk."""
+        run_id = queue.spec.run_id
+        slot_of = self._bring([run_id])
+        if slot_of is None:
+            return
+        with self._failing({run_id: [job]}):
+            if job.phase == "loss":
+                self._passes.evaluate(run_id, job)
+            else:
+                self._passes.visit(run_id, job, slot_of[run_id])
+        self._settle([queue])
+
+    def _score(self, order: Sequence[str]) -> None:
+        """The forward pass of the next microbatch."""
+        order = order[:1] if order[0] in self._apart else [run_id for run_id in order if run_id not in self._apart]
+        residency, most = self._passes.residency, self._passes.shapes[-1].num_tiles
+        found = [self._busy[run_id].offer(residency.class_of(run_id), most=most) for run_id in order]
+        offers = [each for each in found if each is not None]
+        plan, owners = self._passes.plan(offers)
+        jobs: dict[str, list[Job]] = {}
+        for planned, (job, _) in zip(plan.pieces, owners, strict=True):
+            jobs.setdefault(planned.run_id, []).append(job)
+        slot_of = self._bring(list(jobs))
+        if slot_of is None:
+            return
+        with self._failing(jobs):
+            has_ended = self._passes.score(plan, owners, offers[0].offer.mode, slot_of)
+            self._apart.difference_update(jobs)
+            if has_ended:
+                self._visited(owners)
+
+    def _bring(self, run_ids: Sequence[str]) -> dict[str, int] | None:
+        """Slots of these runs. None if one's state is lost: it has failed then, and the others are as they were."""
+        residency = self._passes.residency
+        try:
+            return residency.bring(run_ids)
+        except AdapterFileCorruptError:
+            for run_id in run_ids:
+                if error := residency.lost.get(run_id):
+                    self._fail_run(self._queues[run_id], error)
+            return None
+
+    @contextmanager
+    def _failing(self, jobs: Mapping[str, Sequence[Job]]) -> Iterator[None]:
+        """What a dispatch raises is the failure of the jobs in it, recorded in their futures, unless it took the device's state with it.
+
+        Runs that shared a dispatch are tried again one by one first: only one of them may be to blame.
+        """
+        try:
+            yield
+        except Exception as error:
+            if not self._passes.is_intact:
+                raise
+            log.exception("a dispatch of runs %s failed", ", ".join(jobs))
+            if len(jobs) > 1:
+                self._apart.update(jobs)
+                return
+            self._apart.difference_update(jobs)
+            failure = error if isinstance(error, NoriaError) else OperationFailedError(f"the learner could not execute it: {error!r}")
+            failure.__cause__ = error.__cause__ if failure is error else error
+            for run_id, failed in jobs.items():
+                self._passes.walks.end(run_id)
+                self._after_failure(self._queues[run_id], self._queues[run_id].fail_jobs(failed, failure))
+
+    def _after_failure(self, queue: RunQueue, is_gradient_lost: bool) -> None:
+        if is_gradient_lost:
+            with suppress(AdapterFileCorruptError):  # a run whose state is lost has no gradient either
+                self._passes.residency.clear_gradient(queue.spec.run_id)
+        self._rest(queue)
+
+    def _visited(self, owners: Owners) -> None:
+        """A microbatch is done with."""
+        for job, _ in owners:
+            job.visited()
+        self._settle(list(self._busy.values()))
 
     def _settle(self, queues: Sequence[RunQueue]) -> None:
         for queue in queues:
@@ -354,138 +438,37 @@ class Learner:
 
     def _barrier(self, queue: RunQueue) -> None:
         operation, run_id = queue.barrier, queue.spec.run_id
-        self._fair.charge(run_id, self._costs.tile)
+        self._fair.charge(run_id, self._passes.costs.tile)
         try:
             match operation:
                 case OptimStep(optimizer):
-                    self._optimize(queue, optimizer)
+                    queue.finish_head(self._optimize(queue, optimizer))
                 case Load(state):
-                    self._residency.load(run_id, state)
+                    self._passes.residency.load(run_id, state)
                     queue.num_steps = state.num_steps
                     queue.finish_head(None)
                 case Save():
-                    queue.finish_head(self._residency.read(run_id))
+                    queue.finish_head(self._passes.residency.read(run_id))
+                case Refused():
+                    queue.finish_head(None)
         except Exception as error:  # whatever it is, it is this operation's failure, recorded in its future
-            if not self._residency.is_intact:
+            if not self._passes.is_intact:
                 raise
-            queue.fail_head(error)
+            self._after_failure(queue, queue.fail_head(error))
         self._rest(queue)
 
-    def _optimize(self, queue: RunQueue, optimizer: OptimizerSpec) -> None:
+    def _optimize(self, queue: RunQueue, optimizer: OptimizerSpec) -> OptimResult:
         run_id, start = queue.spec.run_id, self._clock.now()
-        slot, rank_class = self._residency.bring([run_id])[run_id], self._residency.class_of(run_id)
-        with self._spans.span("learner", "optimize", run_id):
-            state, norm, rate = apply_step(self._residency.slots(rank_class), jnp.int32(slot), hyperparameters(optimizer))
-            self._residency.replace(rank_class, state)
-            grad_norm, learning_rate = float(norm), float(rate)
-        if np.isfinite(grad_norm):
-            queue.num_steps += 1
-            queue.finish_head(OptimResult(grad_norm, learning_rate, queue.num_steps, self._clock.now() - start))
-        else:
-            queue.fail_head(
-                GradientNotFiniteError(
-                    f"run {run_id}: the gradient of the step after version {queue.num_steps} has norm {grad_norm}; the adapter is unchanged. "
-                    "Look at the batch's rewards and log-probabilities, or lower the learning rate"
-                )
+        if queue.lacks is not None:
+            raise StateConflictError(
+                f"run {run_id}: no step after version {queue.num_steps}, since a forward_backward that it would have been taken from failed: "
+                f"{queue.lacks}. Its pending gradient is cleared: submit all of the step's batches again"
             )
-
-    def _score(self, order: Sequence[str]) -> None:
-        """The forward pass of the next microbatch."""
-        most = self._shapes[-1].num_tiles
-        found = {run_id: self._busy[run_id].offer(self._residency.class_of(run_id), most=most) for run_id in order}
-        offers = {run_id: offer for run_id, offer in found.items() if offer is not None}
-        max_positions = self._pace.max_positions(self._shapes[-1].num_positions)
-        plan = plan_pass([offer for offer, _ in offers.values()], self._shapes, max_positions, num_slots=self._settings.num_slots)
-        run_ids = list(dict.fromkeys(planned.run_id for planned in plan.pieces))
-        slot_of = self._bring(run_ids)
-        if slot_of is None:
-            return
-        mode, start = offers[order[0]][0].mode, self._clock.now()
-        owners = [offers[planned.run_id][1][planned.piece_index] for planned in plan.pieces]
-        plan, model = with_slots(plan, slot_of), self._model(self._residency.class_of(order[0]))
-        with self._spans.span("learner", "score" if mode == "train" else mode, _owner(plan)):
-            self._scored = score_microbatch(plan, owners, mode, model, self._config, num_rows=self._num_rows)
-        self.num_microbatches += 1
-        self.positions_useful += plan.num_positions
-        self.positions_dispatched += plan.dispatched_positions
-        self._account(plan, owners, self._costs.score, self._clock.now() - start)
-        if self._scored is None:
-            self._visited(plan, owners)
-
-    def _pull(self, scored: Scored) -> None:
-        """The backward pass of what was scored in the step before."""
-        plan, start = scored.plan, self._clock.now()
-        rank_class = self._residency.class_of(plan.pieces[0].run_id)
-        with self._spans.span("learner", "pull", _owner(plan)):
-            state = self._residency.slots(rank_class)
-            gradient = pull(self._model(rank_class), scored.arrays, scored.residuals, scored.cotangents, state.gradient, config=self._config)
-            self._residency.replace(rank_class, state._replace(gradient=jax.block_until_ready(gradient)))
-        self._scored = None
-        seconds = self._clock.now() - start
-        flops = sum(self._costs.pull(planned.piece) for planned in plan.pieces)
-        self._pace.pulled(plan.shape.num_positions, plan.dispatched_positions, seconds, flops)
-        self._account(plan, scored.owners, self._costs.pull, seconds)
-        self._visited(plan, scored.owners)
-
-    def _visited(self, plan: MicrobatchPlan, owners: Owners) -> None:
-        for job, _ in owners:
-            job.visited()
-        self._settle([self._queues[run_id] for run_id in dict.fromkeys(planned.run_id for planned in plan.pieces)])
-
-    def _account(self, plan: MicrobatchPlan, owners: Owners, cost: Callable[[Piece], float], seconds: float) -> None:
-        """Charge runs for their pieces, and jobs for their part of the seconds, by tiles."""
-        total = sum(planned.piece.num_tiles for planned in plan.pieces)
-        for planned, (job, _) in zip(plan.pieces, owners, strict=True):
-            self._fair.charge(planned.run_id, cost(planned.piece))
-            job.device_s += seconds * planned.piece.num_tiles / total
-
-    def _visit(self, queue: RunQueue, job: Job) -> None:
-        """One visit of a walk."""
-        run_id, start = queue.spec.run_id, self._clock.now()
-        slot_of = self._bring([run_id])
-        if slot_of is None:
-            return
-        if self._walk is None:
-            shape = self._shapes[-1]
-            blocks, is_on_host = walk_blocks(self._settings.path_positions, shape), self._settings.is_path_on_host
-            self._walk = Walk(run_id, job, shape, self._config, self._costs, num_rows=self._num_rows, num_blocks=blocks, is_on_host=is_on_host)
-        rank_class = self._residency.class_of(run_id)
-        state = self._residency.slots(rank_class)
-        with self._spans.span("learner", "replay", run_id):
-            gradient = self._walk.advance(self._model(rank_class), slot_of[run_id], state.gradient)
-            self._residency.replace(rank_class, state._replace(gradient=jax.block_until_ready(gradient)))
-        seconds = self._clock.now() - start
-        job.device_s += seconds
-        self._fair.charge(run_id, self._walk.visit_flops)
-        self._pace.visited(seconds, self._walk.visit_flops)
-        if job.mode is None:  # a loss, or the end: no path is needed any more
-            self._walk = None
-        self._settle([queue])
-
-
-def _as_step(run_id: str, parts: Sequence["Future[Any]"]) -> "Future[StepResult]":
-    """A future of the three as one result, or of what the first failure was."""
-    whole: Future[StepResult] = Future()
-    whole.set_running_or_notify_cancel()
-
-    def fail(part: "Future[Any]") -> None:
-        if (error := part.exception()) is not None:
-            fail_future(whole, error)
-
-    def finish(saved: "Future[Any]") -> None:
-        if saved.exception() is None:
-            batch, optim = parts[0].result(), parts[1].result()
-            device_s = batch.device_s + optim.device_s
-            rates = optim.grad_norm, optim.learning_rate
-            whole.set_result(StepResult(run_id, saved.result(), *rates, batch.metrics, batch.num_positions, batch.num_entries, device_s))
-
-    for part in parts:
-        part.add_done_callback(fail)
-    parts[-1].add_done_callback(finish)
-    return whole
-
-
-def _owner(plan: MicrobatchPlan) -> str:
-    """The run of a microbatch that holds one run only, "" for a shared one, whose seconds each run's results have their part of."""
-    run_ids = {planned.run_id for planned in plan.pieces}
-    return run_ids.pop() if len(run_ids) == 1 else ""
+        grad_norm, learning_rate = self._passes.optimize(run_id, optimizer)
+        if not np.isfinite(grad_norm):
+            raise GradientNotFiniteError(
+                f"run {run_id}: the gradient of the step after version {queue.num_steps} has norm {grad_norm}; the adapter is unchanged. "
+                "Look at the batch's rewards and log-probabilities, or lower the learning rate"
+            )
+        queue.num_steps += 1
+        return OptimResult(grad_norm, learning_rate, queue.num_steps, self._clock.now() - start)

@@ -1,8 +1,8 @@
 """How much memory a pass needs, before anything is allocated: what executors are chosen by. Pure functions, checked against the compiler.
 
     alive always      base, slots, gradient of the slots
-    a packed pass     what score keeps for pull, and what pull has beside it
-    a walk's visit    the same of one chunk, its keys and values, the path's, and the path's gradient
+    a packed pass     what score keeps for pull, and what score or pull has beside it
+    a walk's visit    the same of one chunk, the path's keys and values, and their gradient
 
 All figures are bytes. The optimizer's moments, which are there whatever runs, count only for what a server can afford.
 """
@@ -38,18 +38,26 @@ def path_bytes(config: ModelConfig, num_blocks: int) -> int:
 
 def packed_bytes(config: ModelConfig, shape: MicrobatchShape, *, base: int, slots: int) -> int:
     """The most that a packed pass has alive, the gradient of the slots included. base: of the base's matrices, slots: see `slot_bytes`."""
-    return base + 2 * slots + _kept(config, shape) + _pull_scratch(config, shape, base=base, slots=slots)
+    return base + 2 * slots + chunk_bytes(config, shape, base=base, slots=slots, has_path=False)
 
 
-def replay_bytes(config: ModelConfig, shape: MicrobatchShape, num_blocks: int, *, base: int, slots: int) -> int:
-    """The most that a visit of a walk has alive, however many branches the tree has. shape: of its chunks. num_blocks: of the path's axis."""
-    positions = shape.num_positions
-    heads, kv_heads = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    scores = 2 * FLOAT * config.num_heads * positions * SPAN * TILE  # of all queries with one span of the path
-    beside_scores = _layer(config, base, slots) + FLOAT * positions * (config.hidden_size + 2 * heads + 4 * kv_heads) + scores
-    scratch = max(_pull_scratch(config, shape, base=base, slots=slots), beside_scores)
-    chunk = _kept(config, shape) + path_bytes(config, shape.num_tiles)
-    return base + 2 * slots + 2 * path_bytes(config, num_blocks) + chunk + scratch
+def replay_bytes(config: ModelConfig, shape: MicrobatchShape, num_blocks: int, *, base: int, slots: int, num_constant: int = 0) -> int:
+    """The most that a visit of a walk has alive, however many branches the tree has. shape: of its chunks. num_blocks: of the path's axis.
+    num_constant: blocks of a constant prefix, which the path's gradient has none of."""
+    paths = path_bytes(config, num_blocks) + path_bytes(config, num_blocks - num_constant)
+    return base + 2 * slots + paths + chunk_bytes(config, shape, base=base, slots=slots, has_path=True)
+
+
+def chunk_bytes(config: ModelConfig, shape: MicrobatchShape, *, base: int, slots: int, has_path: bool) -> int:
+    """One pass's own: what score keeps, and the most that score or pull has beside it. has_path: it is a chunk of a walk, whose score hands its keys
+    and values out."""
+    beside = _pull_scratch(config, shape, base=base, slots=slots)
+    if has_path:
+        heads, kv_heads = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        scores = 2 * FLOAT * config.num_heads * shape.num_positions * SPAN * TILE  # of all queries with one span of the path
+        of_layer = FLOAT * shape.num_positions * (config.hidden_size + 2 * heads + 4 * kv_heads)
+        beside = max(beside, _layer(config, base, slots) + of_layer + scores + path_bytes(config, shape.num_tiles))
+    return _kept(config, shape) + beside
 
 
 def walk_blocks(path_positions: int, shape: MicrobatchShape) -> int:
@@ -64,10 +72,11 @@ def device_bytes() -> int:
 
 
 def affordable_positions(config: ModelConfig, settings: LearnerConfig, *, base: int, memory: int | None = None) -> int:
-    """The longest microbatch, up to `settings.max_positions`, whose passes and visits of walks keep to the memory that the settings allow.
+    """The longest microbatch, up to `settings.max_positions`, whose passes and visits of walks keep to `settings.memory_mib`.
 
-    base: of the base's matrices. memory: in place of `device_bytes()`, if the settings name none. Raises ConfigError: no microbatch keeps to it, or
-    the longest that does leaves out episodes that could have been trained, since no path is set aside for them.
+    Without that setting it is `max_positions`, so that no run's bits depend on how much a machine happens to have. base: of the base's matrices.
+    memory: in place of `device_bytes()`. Raises ConfigError: no microbatch keeps to it, or the longest that does leaves out episodes that could have
+    been trained, since no path is set aside for them; or, without the setting, the device has too little.
     """
     allowed = settings.memory_mib * MIB or memory or device_bytes()
     first, most = MIN_TILES, settings.max_positions // TILE
@@ -79,17 +88,21 @@ def affordable_positions(config: ModelConfig, settings: LearnerConfig, *, base: 
     while first < most:  # the memory grows with the axis
         middle = (first + most + 1) // 2
         first, most = (middle, most) if _needed(config, settings, middle, base=base) <= allowed else (first, middle - 1)
-    if first * TILE < settings.max_positions and settings.path_positions < settings.max_positions:
+    is_shorter = first * TILE < settings.max_positions
+    if is_shorter and (not settings.memory_mib or settings.path_positions < settings.max_positions):
         raise ConfigError(
             f"a microbatch of learner.max_positions = {settings.max_positions} needs "
             f"{_needed(config, settings, settings.max_positions // TILE, base=base) / MIB:.0f} MiB, {allowed / MIB:.0f} are there: set it to "
-            f"{first * TILE}, or learner.path_positions to {settings.max_positions}, so that longer episodes are walked"
+            f"{first * TILE}, or learner.memory_mib to what it may take and learner.path_positions to {settings.max_positions} for longer episodes"
         )
     return first * TILE
 
 
 def _needed(config: ModelConfig, settings: LearnerConfig, num_tiles: int, *, base: int) -> int:
-    """The most that a learner of these settings has alive with microbatches of so many tiles: the hungriest rank class's pass, and all slots."""
+    """The most that a learner of these settings has alive with microbatches of so many tiles: the hungriest rank class's pass, and all slots.
+
+    Where there are walks, that is a visit: it needs no less than a packed pass of other runs that goes on between its visits, beside its path.
+    """
     shape = microbatch_shape(num_tiles * TILE)
     slots = [slot_bytes(config, settings.num_slots, width, resident_tops(settings)) for width in settings.rank_classes]
     most = packed_bytes(config, shape, base=base, slots=slots[-1])

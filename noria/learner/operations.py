@@ -3,6 +3,9 @@
     forward, forward_backward      commute: those at the head of a queue may share microbatches
     optim_step, load, save         barriers: each waits for all before it, and all after it wait for it
 
+An optimizer step is taken from all of the passes submitted since the last one or not at all: if one of them failed, it fails too, the pending
+gradient is cleared, and what follows begins anew.
+
 Deliberately not here: how they are executed (`learner/learner.py`), and in which order runs are served (`learner/queue.py`).
 
     M entry, in the order of its batch (`batches.PlannedBatch`)
@@ -19,13 +22,15 @@ from noria.types import FloatArray, LoraSpec, LossSpec, OptimizerSpec
 
 @dataclass(frozen=True, slots=True)
 class RunSpec:
-    """What the learner knows of a run. optimizer, loss: of its batches that bring none of their own. weight: its fair share relative to others."""
+    """What the learner knows of a run. optimizer, loss: of its batches that bring none of their own. weight: its fair share relative to others.
+    first_seq: number of its first operation, if they are numbered."""
 
     run_id: str
     lora: LoraSpec
     optimizer: OptimizerSpec
     loss: LossSpec
     weight: float = 1.0
+    first_seq: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +85,15 @@ class Save:
     """Result: the run's AdapterState on the host."""
 
 
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """The place of a forward_backward that was refused when it was submitted: the next optimizer step lacks what it would have added."""
+
+    error: BaseException
+
+
 Pass: TypeAlias = Forward | ForwardBackward
-Barrier: TypeAlias = OptimStep | Load | Save
+Barrier: TypeAlias = OptimStep | Load | Save | Refused
 Operation: TypeAlias = Pass | Barrier
 
 

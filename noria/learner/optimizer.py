@@ -7,7 +7,7 @@ function of the slot's step count, which is committed with its moments: a resume
     L layer   A adapter slot
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from functools import partial
 from typing import Final, NamedTuple
 
@@ -100,15 +100,21 @@ def apply_step(state: SlotState, slot: jax.Array, hyper: Hyperparameters) -> tup
     Two programs: one that both reads and writes the donated stacks makes XLA copy them whole (measured on CPU with 32 slots: 4.0 MB of temporaries
     for a state of 5.1 MB, where now there are none beyond the slot's).
     """
-    contents, norm, rate = _adamw(state, slot, hyper)
+    contents, norm, rate = _take_slot(state, slot, hyper, jnp.bool_(True))
     return _write(state, slot, contents), norm, rate
 
 
 @jax.jit
-def _adamw(state: SlotState, slot: jax.Array, hyper: Hyperparameters) -> tuple[SlotContents, jax.Array, jax.Array]:
-    """The slot after its step (Loshchilov and Hutter 2019), the norm of its gradient, the rate."""
+def _take_slot(state: SlotState, slot: jax.Array, hyper: Hyperparameters, is_step: jax.Array) -> tuple[SlotContents, jax.Array, jax.Array]:
+    """A slot's contents; where is_step, after a step, with its gradient's norm and the rate. One program for both: a server has few (design)."""
     params, first, second, gradient = (_slot_of(tree, slot) for tree in state[:4])
-    count = state.count_A[slot]
+    contents = SlotContents(params, first, second, gradient, state.count_A[slot])
+    return jax.lax.cond(is_step, _adamw, lambda contents, _: (contents, jnp.float32(0.0), jnp.float32(0.0)), contents, hyper)
+
+
+def _adamw(contents: SlotContents, hyper: Hyperparameters) -> tuple[SlotContents, jax.Array, jax.Array]:
+    """The slot after its step (Loshchilov and Hutter 2019), the norm of its gradient, the rate."""
+    params, first, second, gradient, count = contents
     norm = optax.tree.norm(gradient)
     is_finite = jnp.isfinite(norm)
     clip = jnp.where((hyper.grad_clip_norm > 0) & (norm > hyper.grad_clip_norm), hyper.grad_clip_norm / norm, 1.0)
@@ -137,10 +143,6 @@ def _slot_of(stack: AdapterTree, slot: jax.Array) -> AdapterTree:
     return jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, slot, axis=1, keepdims=False), stack)
 
 
-_read = jax.jit(_slot_of)
-"""One program per rank class, whichever tree of the state it reads."""
-
-
 def load_slot(state: SlotState, slot: int, contents: AdapterState, gradient: HostAdapter | None = None) -> SlotState:
     """Write a run's parameters, moments, step count and pending gradient (None: zeros) into a slot; `state` is consumed.
 
@@ -148,21 +150,27 @@ def load_slot(state: SlotState, slot: int, contents: AdapterState, gradient: Hos
     """
     gradient = jax.tree.map(np.zeros_like, contents.params) if gradient is None else gradient
     params, first, second, num_steps = contents
-    return _write(state, jnp.int32(slot), SlotContents(params, first, second, gradient, jnp.int32(num_steps)))
+    (device,) = state.count_A.devices()  # named, as a step's contents are: the program is compiled once for both
+    contents_here = jax.device_put(SlotContents(params, first, second, gradient, jnp.int32(num_steps)), device)
+    return _write(state, jnp.int32(slot), contents_here)
 
 
 def read_slot(state: SlotState, slot: int) -> AdapterState:
     """Copy a slot to the host, but for its pending gradient."""
-    params, first, second = _to_host(state[:3], slot)
-    return AdapterState(params, first, second, int(state.count_A[slot]))
+    contents = _read(state, slot)
+    params, first, second = (_to_host(tree) for tree in contents[:3])
+    return AdapterState(params, first, second, int(contents.num_steps))
 
 
 def read_gradient(state: SlotState, slot: int) -> HostAdapter:
     """Copy a slot's pending gradient to the host."""
-    return _to_host((state.gradient,), slot)[0]
+    return _to_host(_read(state, slot).gradient)
 
 
-def _to_host(stacks: Sequence[AdapterTree], slot: int) -> list[HostAdapter]:
-    """One slot of each stack. All are read before the first is waited for."""
-    trees = [_read(stack, jnp.int32(slot)) for stack in stacks]
-    return [jax.tree.map(np.asarray, tree) for tree in trees]
+def _read(state: SlotState, slot: int) -> SlotContents:
+    """The program of a step, without one."""
+    return _take_slot(state, jnp.int32(slot), hyperparameters(OptimizerSpec(0.0)), jnp.bool_(False))[0]
+
+
+def _to_host(tree: AdapterTree | HostAdapter) -> HostAdapter:
+    return jax.tree.map(np.asarray, tree)

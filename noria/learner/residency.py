@@ -65,12 +65,7 @@ class Residency:
     def __init__(self, config: ModelConfig, settings: LearnerConfig, *, spill_dir: Path | None) -> None:
         self._config, self._settings = config, settings
         self._tops = resident_tops(settings)
-        self._classes = {
-            width: _Class(
-                empty_state(config, settings.num_slots, width, self._tops), np.zeros(settings.num_slots, np.float32), list(range(settings.num_slots))
-            )
-            for width in settings.rank_classes
-        }
+        self._classes = {width: self._empty_class(width) for width in settings.rank_classes}
         self._pages = PageStore(settings.host_mib * MIB, spill_dir)
         self._runs: dict[str, _Run] = {}
         self._num_uses = 0
@@ -139,6 +134,10 @@ class Residency:
             self._write(run, run.slot, Page(state, None))
         self.lost.pop(run_id, None)
 
+    def clear_gradient(self, run_id: str) -> None:
+        """The run's pending gradient is zero again. Raises as `read`."""
+        self.load(run_id, self.read(run_id))
+
     # ---- slots ------------------------------------------------------------------------------------------------------------------------
 
     def bring(self, run_ids: Sequence[str], *, keep: Collection[str] = ()) -> dict[str, int]:
@@ -198,6 +197,12 @@ class Residency:
     def disk_bytes(self) -> int:
         """Of files, in pages."""
         return self._pages.disk_bytes
+
+    def _empty_class(self, width: int) -> _Class:
+        """On its device explicitly: programs compile anew for arrays that are not, once one of their inputs came back from host memory."""
+        num_slots = self._settings.num_slots
+        state = jax.device_put(empty_state(self._config, num_slots, width, self._tops), jax.devices()[0])
+        return _Class(state, np.zeros(num_slots, np.float32), list(range(num_slots)))
 
     # ---- inside -----------------------------------------------------------------------------------------------------------------------
 

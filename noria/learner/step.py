@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 
 from noria.learner.head import EntryArrays, Top, head_outputs, head_pull, layer_modules, top_modules, with_top
-from noria.model.attention import Pairs, Path, PathLayer, attend_backward, attend_forward, path_backward
+from noria.model.attention import Pairs, Path, PathGradient, PathLayer, attend_backward, attend_forward, path_backward
 from noria.model.config import ModelConfig
 from noria.model.lora import MLP_MODULES, AdapterTree, RowAdapters, gather_rows
 from noria.model.transformer import Angles, Weights, after_attention, before_attention, embed, rotary_angles
@@ -64,7 +64,7 @@ class Residuals(NamedTuple):
 
 
 KeysValues: TypeAlias = tuple[jax.Array, jax.Array]
-"""Keys and values, or their gradients: of a chunk [L, T, K, H] each, of a path [L, S, K, 64, H] each."""
+"""Keys and values of a chunk, [L, T, K, H] each."""
 
 
 def to_device(microbatch: Microbatch, tiles_at_once: int | None = None) -> Arrays:
@@ -200,11 +200,11 @@ def pull_chunk(
     accumulators: AdapterTree,
     *,
     path: Path,
-    path_gradient: KeysValues,
+    path_gradient: PathGradient,
     config: ModelConfig,
-) -> tuple[AdapterTree, KeysValues]:
+) -> tuple[AdapterTree, PathGradient]:
     """As `pull`, for a chunk after `path`. path_gradient (donated) holds at the chunk's own blocks, those after the path's, what its descendants owe
-    its keys and values, or zeros; returned with what this chunk owes the path's blocks. Its own blocks stay as they are: see `clear_path`."""
+    its keys and values, if it was entered (`extend_path`); returned with what this chunk owes the path's blocks."""
     accumulators, gradient = _backward(model, arrays, residuals, cotangents, (accumulators, path_gradient), path=path, config=config)
     assert gradient is not None
     return accumulators, gradient
@@ -215,11 +215,11 @@ def _backward(
     arrays: Arrays,
     residuals: Residuals,
     cotangents: TokenCotangents,
-    sums: tuple[AdapterTree, KeysValues | None],
+    sums: tuple[AdapterTree, PathGradient | None],
     *,
     path: Path | None,
     config: ModelConfig,
-) -> tuple[AdapterTree, KeysValues | None]:
+) -> tuple[AdapterTree, PathGradient | None]:
     """The reverse scan over layers. Its carry holds what is accumulated, so that it is updated in place: as inputs and outputs of a scan, or by a
     plain vjp over the path's keys and values, a second copy would live."""
     accumulators, path_gradient = sums
@@ -303,41 +303,44 @@ def _path_pull(
     d_out: jax.Array,
     *,
     before: PathLayer,
-    sums: KeysValues,
-) -> tuple[tuple[jax.Array, jax.Array, jax.Array], KeysValues]:
+    sums: PathGradient,
+) -> tuple[tuple[jax.Array, jax.Array, jax.Array], PathGradient]:
     """A chunk's exchange with its path in one layer: it reads what its descendants left at its own blocks, and leaves what it owes the path's."""
     d_q, d_k, d_v = d_qkv
     d_q_path, sums = path_backward(q, before, outputs, d_out, sums)
-    return (d_q + d_q_path, d_k + _own(sums[0], before, d_k.shape[0]), d_v + _own(sums[1], before, d_v.shape[0])), sums
+    own_k, own_v = (_own(each, sums, before, d_k.shape[0]) for each in sums[:2])
+    return (d_q + d_q_path, d_k + own_k, d_v + own_v), sums
 
 
-def _own(sums_LSKCH: jax.Array, before: PathLayer, length: int) -> jax.Array:
+def _own(sums_LSKCH: jax.Array, sums: PathGradient, before: PathLayer, length: int) -> jax.Array:
     """The gradient at the chunk's own blocks as [T, K, H]. Read, and not replaced by zeros at once: XLA would copy the whole buffer to do both."""
-    where = (before.layer, before.path.num_blocks, 0, 0, 0)
-    own = jax.lax.dynamic_slice(sums_LSKCH, where, (1, length // TILE, *sums_LSKCH.shape[2:]))
-    return own[0].swapaxes(1, 2).reshape(length, sums_LSKCH.shape[2], -1)
+    where = (before.layer, before.path.num_blocks - sums.num_constant, 0, 0, 0)
+    own = jax.lax.dynamic_slice(sums_LSKCH, where, (1, length // TILE, *sums_LSKCH.shape[2:]))[0]
+    is_owed = (jnp.arange(length // TILE) < sums.num_owed)[:, None, None, None]
+    return jnp.where(is_owed, own, 0.0).swapaxes(1, 2).reshape(length, sums_LSKCH.shape[2], -1)
 
 
-@partial(jax.jit, static_argnames=("num_blocks",), donate_argnames=("path_gradient",))
-def clear_path(path_gradient: KeysValues, first_block: jax.Array, num_blocks: int) -> KeysValues:
-    """The path's gradient (donated) with zeros from first_block on: a chunk that was pulled leaves the path."""
-    empty = jnp.zeros((path_gradient[0].shape[0], num_blocks, *path_gradient[0].shape[2:]))
-    keys, values = (jax.lax.dynamic_update_slice(sums, empty, (0, first_block, 0, 0, 0)) for sums in path_gradient)
-    return keys, values
+@partial(jax.jit, donate_argnames=("path", "path_gradient"))
+def extend_path(path: Path, path_gradient: PathGradient, keys_values: KeysValues, is_real_T: jax.Array) -> tuple[Path, PathGradient]:
+    """The path (donated) with a chunk's keys and values written behind it, to which nothing is owed yet: their gradient (donated) is zero.
 
-
-@partial(jax.jit, donate_argnames=("path",))
-def extend_path(path: Path, keys_values: KeysValues, is_real_T: jax.Array) -> Path:
-    """The path (donated) with a chunk's keys and values written behind it. num_blocks stays: the caller says how long the path is that it reads."""
-    k, v = (_write_blocks(old, new, path.num_blocks) for old, new in zip(path[:2], keys_values, strict=True))
+    num_blocks stays: the caller says how long the path is that it reads. A chunk of the constant prefix has no gradient: what it makes zero instead,
+    the first blocks there are, is nobody's, since no chunk that has one is on the path.
+    """
+    where = (0, path.num_blocks, 0, 0, 0)
+    k, v = (jax.lax.dynamic_update_slice(old, _blocks(new), where) for old, new in zip(path[:2], keys_values, strict=True))
     is_real = jax.lax.dynamic_update_slice(path.is_real_SC, is_real_T.reshape(-1, TILE), (path.num_blocks, 0))
-    return Path(k, v, is_real, path.num_blocks)
+    here = (0, jnp.maximum(path.num_blocks - path_gradient.num_constant, 0), 0, 0, 0)
+    d_k, d_v = (
+        jax.lax.dynamic_update_slice(sums, jnp.zeros_like(_blocks(new)), here) for sums, new in zip(path_gradient[:2], keys_values, strict=True)
+    )
+    return Path(k, v, is_real, path.num_blocks), path_gradient._replace(k_LSKCH=d_k, v_LSKCH=d_v)
 
 
-def _write_blocks(path_LSKCH: jax.Array, chunk_LTKH: jax.Array, first_block: jax.Array) -> jax.Array:
+def _blocks(chunk_LTKH: jax.Array) -> jax.Array:
+    """[L, T, K, H] -> [L, T / 64, K, 64, H]."""
     layers, length, heads, size = chunk_LTKH.shape
-    blocks = chunk_LTKH.reshape(layers, length // TILE, TILE, heads, size).swapaxes(2, 3)
-    return jax.lax.dynamic_update_slice(path_LSKCH, blocks, (0, first_block, 0, 0, 0))
+    return chunk_LTKH.reshape(layers, length // TILE, TILE, heads, size).swapaxes(2, 3)
 
 
 def _adapters(model: Model, arrays: Arrays, slots: AdapterTree, g: jax.Array) -> RowAdapters:

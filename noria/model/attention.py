@@ -121,13 +121,27 @@ def _path_forward(q_BKGH: jax.Array, before: PathLayer) -> tuple[jax.Array, jax.
     return _blocks_of(out, blocks), _blocks_of(peak[..., None], blocks)[..., 0], _blocks_of(total[..., None], blocks)[..., 0]
 
 
+class PathGradient(NamedTuple):
+    """What is owed to a path's keys and values, but for its constant prefix: its first blocks, which get no gradient and need no memory for one.
+
+    k_LSKCH, v_LSKCH: float32, S a multiple of SPAN, as many as the path's axis where nothing is constant. int32 scalars, traced: num_constant: blocks
+    of the constant prefix, down to a multiple of SPAN; block s of the path is block s - num_constant here. num_owed: blocks behind the path that is
+    read, which hold what is owed to the chunk that stands there; what stands in others is nobody's any more.
+    """
+
+    k_LSKCH: jax.Array
+    v_LSKCH: jax.Array
+    num_constant: jax.Array
+    num_owed: jax.Array
+
+
 def path_backward(
-    q_TNH: jax.Array, before: PathLayer, outputs: tuple[jax.Array, jax.Array], d_out_TNH: jax.Array, sums: tuple[jax.Array, jax.Array]
-) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    q_TNH: jax.Array, before: PathLayer, outputs: tuple[jax.Array, jax.Array], d_out_TNH: jax.Array, sums: PathGradient
+) -> tuple[jax.Array, PathGradient]:
     """The part of the backward pass that goes through the path: the cotangent of q, and the gradient of the path's keys and values added to `sums`.
 
-    outputs: (out [T, N, H], lse [T, N]) of the forward pass over path and pairs. sums: float32 gradients of k_LSKCH and v_LSKCH, updated in place
-    at this layer; only the path's own blocks change.
+    outputs: (out [T, N, H], lse [T, N]) of the forward pass over path and pairs. sums: updated in place at this layer; only the path's own blocks
+    change. The constant prefix costs three products a span where the rest costs five: q's cotangent is owed to its keys too.
     """
     num_kv = before.path.k_LSKCH.shape[2]
     out_TNH, lse_TN = outputs
@@ -137,21 +151,28 @@ def path_backward(
     shift = _rows_of(_query_blocks((d_out_TNH * out_TNH).sum(-1, keepdims=True), num_kv))
     scale = q.shape[-1] ** -0.5
 
-    def span_step(x: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
-        d_q, d_k, d_v = carry
+    def scores_of(x: jax.Array, d_q: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """d_q with what it owes span x's keys; the span's probabilities, and their scores' cotangents."""
         k_KCH, v_KCH, is_seen_C = _span(before, x)
         weight = jnp.exp(_scores(q, k_KCH, is_seen_C[None, :]) - lse)
         d_weight = jnp.einsum("kgh,kch->kgc", d_out, v_KCH, precision=_HIGHEST)
         d_scores = weight * (d_weight - shift) * scale
-        d_q = d_q + jnp.einsum("kgc,kch->kgh", d_scores, k_KCH, precision=_HIGHEST)
+        return d_q + jnp.einsum("kgc,kch->kgh", d_scores, k_KCH, precision=_HIGHEST), weight, d_scores
+
+    def span_step(x: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
+        d_q, d_k, d_v = carry
+        d_q, weight, d_scores = scores_of(x, d_q)
+        here = x - first
         return (
             d_q,
-            _add_span(d_k, before.layer, x, jnp.einsum("kgc,kgh->kch", d_scores, q, precision=_HIGHEST)),
-            _add_span(d_v, before.layer, x, jnp.einsum("kgc,kgh->kch", weight, d_out, precision=_HIGHEST)),
+            _add_span(d_k, before.layer, here, jnp.einsum("kgc,kgh->kch", d_scores, q, precision=_HIGHEST)),
+            _add_span(d_v, before.layer, here, jnp.einsum("kgc,kgh->kch", weight, d_out, precision=_HIGHEST)),
         )
 
-    d_q, d_k, d_v = jax.lax.fori_loop(0, _num_spans(before), span_step, (jnp.zeros_like(q), *sums))
-    return _unblock_queries(_blocks_of(d_q, q_BKGH.shape[0]), num_kv), (d_k, d_v)
+    first = sums.num_constant // SPAN
+    d_q = jax.lax.fori_loop(0, first, lambda x, d_q: scores_of(x, d_q)[0], jnp.zeros_like(q))
+    d_q, d_k, d_v = jax.lax.fori_loop(first, _num_spans(before), span_step, (d_q, sums.k_LSKCH, sums.v_LSKCH))
+    return _unblock_queries(_blocks_of(d_q, q_BKGH.shape[0]), num_kv), sums._replace(k_LSKCH=d_k, v_LSKCH=d_v)
 
 
 def attend_backward(

@@ -34,11 +34,13 @@ PrefixGradient: TypeAlias = Literal["exact", "stop"]
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A part of a tree: its positions as a piece, after a path of `first_block` blocks. entry_M: which of the tree's entries its entries are."""
+    """A part of a tree: its positions as a piece, after a path of `first_block` blocks, of which the first `num_constant` are the constant prefix.
+    entry_M: which of the tree's entries its entries are."""
 
     piece: Piece
     first_block: int
     entry_M: Positions
+    num_constant: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,14 +54,13 @@ class Visit:
 
 @dataclass(frozen=True, slots=True)
 class ReplayPlan:
-    """The walk over a tree. chunks in depth-first order; each is pulled once, after all chunks below it. num_blocks: of the longest path, with the
-    chunk at its end. is_scope_whole: all entries of every sequence stand in one chunk, so that a loss over sequences needs no chunk but its own.
+    """The walk over a tree. chunks in depth-first order; each is pulled or dropped once, after all chunks below it. num_blocks: of the longest path,
+    with the chunk at its end.
     """
 
     chunks: tuple[Chunk, ...]
     visits: tuple[Visit, ...]
     num_blocks: int
-    is_scope_whole: bool
 
     @property
     def num_positions(self) -> int:
@@ -69,13 +70,14 @@ class ReplayPlan:
 
 @dataclass(frozen=True, slots=True)
 class _Stretch:
-    """Positions of one chunk, ascending, the first num_heads of them (0 or 1) copies; the block of the path at which it stands; and the range
-    [start, stop) of the layout that lies in it or below it."""
+    """Positions of one chunk, ascending, the first num_heads of them (0 or 1) copies; the block of the path at which it stands; the range
+    [start, stop) of the layout that lies in it or below it; and how many of the path's blocks are constant."""
 
     position_T: Positions
     num_heads: int
     first_block: int
     reach: tuple[int, int]
+    num_constant: int
 
 
 def plan_replay(tree: TokenTree, max_positions: int, prefix_gradient: PrefixGradient = "exact") -> ReplayPlan:
@@ -95,9 +97,7 @@ def plan_replay(tree: TokenTree, max_positions: int, prefix_gradient: PrefixGrad
     entries_of = np.split(order, np.searchsorted(owner_M[order], np.arange(1, len(stretches))))
     chunks = tuple(_chunk(tree, stretch, entry_M) for stretch, entry_M in zip(stretches, entries_of, strict=True))
     num_blocks = max((c.first_block + c.piece.num_tiles for c in chunks), default=0)
-    sequence_M = tree.entries.sequence_M
-    num_pairs = len(np.unique(np.stack((sequence_M, owner_M)), axis=1).T)  # (sequence, chunk)
-    return ReplayPlan(chunks, tuple(visits), num_blocks, is_scope_whole=num_pairs == len(np.unique(sequence_M)))
+    return ReplayPlan(chunks, tuple(visits), num_blocks)
 
 
 @final
@@ -146,11 +146,13 @@ Step: TypeAlias = tuple[Action, "_Stretch | int"]
 
 @dataclass(frozen=True, slots=True)
 class _Below:
-    """A sequence of sibling nodes still to be walked. head: the position above them that each of their chunks repeats, if there is one."""
+    """A sequence of sibling nodes still to be walked. head: the position above them that each of their chunks repeats, if there is one.
+    num_constant: of the first_block blocks before them, those of the constant prefix, which come first."""
 
     nodes: Sequence[int]
     head: tuple[int, ...]
     first_block: int
+    num_constant: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +166,7 @@ class _Leave:
 def _walk(nodes: _Nodes, max_positions: int) -> Iterator[Step]:
     """The visits in order. An explicit stack: conversations nest as deeply as they have turns."""
     num_stretches = 0
-    waiting: list[_Below | _Leave] = [_Below(nodes.roots, (), 0)]
+    waiting: list[_Below | _Leave] = [_Below(nodes.roots, (), 0, 0)]
     while waiting:
         item = waiting.pop()
         if isinstance(item, _Leave):
@@ -198,11 +200,11 @@ def _first_group(nodes: _Nodes, below: _Below, max_positions: int) -> tuple[_Str
             break
         room -= stop - start
         count += 1
-    rest = _Below(below.nodes[max(count, 1) :], below.head, below.first_block)
+    rest = replace(below, nodes=below.nodes[max(count, 1) :])
     if not count:
         return None, rest
     reach = nodes.subtree(below.nodes[0])[0], nodes.subtree(below.nodes[count - 1])[1]
-    return _Stretch(_join(below.head, *reach), len(below.head), below.first_block, reach), rest
+    return _Stretch(_join(below.head, *reach), len(below.head), below.first_block, reach, below.num_constant), rest
 
 
 def _own_stretches(nodes: _Nodes, item: _Below, max_positions: int) -> tuple[list[_Stretch], _Below]:
@@ -215,9 +217,10 @@ def _own_stretches(nodes: _Nodes, item: _Below, max_positions: int) -> tuple[lis
     block = item.first_block
     for first in range(0, len(own), max_positions):
         part = own[first : first + max_positions]
-        stretches.append(_Stretch(part, 0 if first else len(item.head), block, nodes.subtree(node)))
+        num_constant = block if nodes.is_prefix[node] else item.num_constant
+        stretches.append(_Stretch(part, 0 if first else len(item.head), block, nodes.subtree(node), num_constant))
         block += -(-len(part) // TILE)
-    return stretches, _Below(children, head, block)
+    return stretches, _Below(children, head, block, block if nodes.is_prefix[node] else item.num_constant)
 
 
 def _join(head: tuple[int, ...], start: int, stop: int) -> Positions:
@@ -257,4 +260,4 @@ def _chunk(tree: TokenTree, stretch: _Stretch, entry_M: Positions) -> Chunk:
     piece = Piece(
         tree.ids_T[old_T], tree.depth_T[old_T], renumber(tree.end_T[old_T]), replace(chosen, predict_from_M=renumber(chosen.predict_from_M))
     )
-    return Chunk(piece, stretch.first_block, entry_M)
+    return Chunk(piece, stretch.first_block, entry_M, stretch.num_constant)

@@ -6,7 +6,8 @@
 any neighbours. `plan_microbatch` decides only which of these pieces share a pass, never how they are made; a run's pieces always leave in order.
 Deliberately knows nothing of devices, losses or fairness: the caller orders the ready runs.
 
-Shape letters: T position, M entry, N node, Q sequence, B tile = attention block, X (query block, key block) pair, U unit (sequences by their ends).
+Shape letters: T position, M entry, N node, Q sequence, B tile = attention block, X (query block, key block) pair, U unit (a sequence, by its end),
+P piece, W way to cut.
 """
 
 from collections.abc import Mapping, Sequence
@@ -82,23 +83,13 @@ def shapes_up_to(max_positions: int, *, is_counted: bool = True) -> tuple[Microb
     return tuple(microbatch_shape(size * TILE, is_counted=is_counted) for size in sorted(sizes))
 
 
-@dataclass(frozen=True, slots=True)
-class _Stretch:
-    """Consecutive units [first, stop) that will share a piece: how many positions they need below the current node, and how many entries."""
-
-    first: int
-    stop: int
-    num_positions: int
-    num_entries: int
-
-
 def cut(tree: TokenTree, shape: MicrobatchShape) -> tuple[Piece, ...]:
     """The pieces of a run's batch, in canonical order (depth first), each fitting `shape` alone; depends on nothing else.
 
-    A subtree that fits together with its path from the root is never cut, so a shared head is repeated only where it must be; neighbouring pieces are
-    joined wherever they fit together, so a tree that fits is one piece. All entries of a sequence are in one piece (its path is), each exactly once,
-    in the tree's order: a loss over whole sequences needs no other piece. The paths of an episode that forked may lie in several pieces: together
-    they may be longer than any axis. If more entries than M stand on one path, its positions are repeated.
+    Of all ways to cut the layout between two sequences it is the one of fewest tiles, then fewest pieces, then fewest positions: a shared head is
+    repeated where it must be, or where that saves a tile or a piece, and a tree that fits is one piece. All entries of a sequence are in one piece
+    (its path is), each exactly once, in the tree's order: a loss over whole sequences needs no other piece. The paths of an episode that forked may
+    lie in several pieces: together they may be longer than any axis. If more entries than M stand on one path, its positions are repeated.
 
     Raises TreeTooLargeError: a path longer than the axis.
     """
@@ -108,61 +99,46 @@ def cut(tree: TokenTree, shape: MicrobatchShape) -> tuple[Piece, ...]:
     num_entries_Q = np.diff(entry_start_Q, append=len(tree.entries))
     last_position_Q = np.maximum.reduceat(tree.entries.predict_from_M, entry_start_Q)
     unit_order = np.argsort(last_position_Q, kind="stable")
-    stretches = _stretches(tree, last_position_Q[unit_order], num_entries_Q[unit_order], shape)
+    last_position_U = last_position_Q[unit_order]
+    first_unit_P = _cuts(tree, last_position_U, num_entries_Q[unit_order], shape)
 
-    stretch_of_unit = np.repeat(np.arange(len(stretches)), [s.stop - s.first for s in stretches])
-    stretch_of_Q = np.empty_like(stretch_of_unit)
-    stretch_of_Q[unit_order] = stretch_of_unit
-    entry_order = np.argsort(np.repeat(stretch_of_Q, num_entries_Q), kind="stable")
-    entries_of = np.split(entry_order, np.cumsum([s.num_entries for s in stretches])[:-1])
-    return tuple(_piece(tree, last_position_Q[unit_order[s.first : s.stop]], chosen_M) for s, chosen_M in zip(stretches, entries_of, strict=True))
-
-
-def _stretches(tree: TokenTree, last_position_U: IntArray, num_entries_U: IntArray, shape: MicrobatchShape) -> list[_Stretch]:
-    """Bottom up: a node's stretches are the sequences that end in it and its children's stretches, joined with the left neighbour where they fit."""
-    node_U = np.searchsorted(tree.node_start_N, last_position_U, side="right") - 1
-    first_unit_N = np.searchsorted(node_U, np.arange(len(tree.node_start_N) + 1))
-    # Stretches below each node, last first (nodes are visited last first); one more for the root above all roots, at index -1.
-    below_N: list[list[_Stretch]] = [[] for _ in range(len(tree.node_start_N) + 1)]
-    for node in range(len(tree.node_start_N) - 1, -1, -1):
-        own = [_Stretch(u, u + 1, 0, int(num_entries_U[u])) for u in range(first_unit_N[node], first_unit_N[node + 1])]
-        size = int(tree.node_stop_N[node] - tree.node_start_N[node])
-        depth = int(tree.depth_T[tree.node_stop_N[node] - 1]) + 1
-        if depth > shape.num_positions:
-            raise TreeTooLargeError(
-                f"an episode needs {depth} positions, the largest microbatch has {shape.num_positions}: "
-                "raise learner.max_positions or shorten the run's episodes"
-            )
-        joined = _join(own + below_N[node][::-1], shape, head=depth)
-        below_N[tree.node_parent_N[node]] += [_Stretch(s.first, s.stop, s.num_positions + size, s.num_entries) for s in reversed(joined)]
-    return _join(below_N[-1][::-1], shape, head=0)
+    piece_of_Q = np.empty_like(unit_order)
+    piece_of_Q[unit_order] = np.searchsorted(first_unit_P, np.arange(len(unit_order)), side="right") - 1
+    piece_M = np.repeat(piece_of_Q, num_entries_Q)
+    entries_of = np.split(np.argsort(piece_M, kind="stable"), np.cumsum(np.bincount(piece_M))[:-1])
+    units_of = np.split(last_position_U, first_unit_P[1:])
+    return tuple(_piece(tree, units, chosen_M) for units, chosen_M in zip(units_of, entries_of, strict=True))
 
 
-def _join(stretches: Sequence[_Stretch], shape: MicrobatchShape, *, head: int) -> list[_Stretch]:
-    """Neighbours joined into as few tiles as possible, then as few pieces, each behind a head of so many positions; the first the fullest."""
-    position_S = np.cumsum([0, *(s.num_positions for s in stretches)]).tolist()
-    entry_S = np.cumsum([0, *(s.num_entries for s in stretches)]).tolist()
-    # (tiles, pieces, where the first piece stops) of the best way to join the stretches from each on
-    best: list[tuple[int, int, int]] = [(0, 0, 0)] * (len(stretches) + 1)
-    for start in range(len(stretches) - 1, -1, -1):
-        ways = []
-        for stop in range(start + 1, len(stretches) + 1):
-            num_positions = head + position_S[stop] - position_S[start]
-            if stop > start + 1 and (num_positions > shape.num_positions or entry_S[stop] - entry_S[start] > shape.num_entries):
-                break
-            tiles, pieces, _ = best[stop]
-            ways.append((tiles - (-num_positions // TILE), pieces + 1, -stop))
-        tiles, pieces, stop = min(ways)
-        best[start] = tiles, pieces, -stop
-    joined: list[_Stretch] = []
-    start = 0
-    while start < len(stretches):
-        stop = best[start][2]
-        joined.append(
-            _Stretch(stretches[start].first, stretches[stop - 1].stop, position_S[stop] - position_S[start], entry_S[stop] - entry_S[start])
+def _cuts(tree: TokenTree, last_position_U: IntArray, num_entries_U: IntArray, shape: MicrobatchShape) -> npt.NDArray[np.integer]:
+    """The first unit of each piece [P], ascending. Backwards from the last unit: the best way to cut the units from each on.
+
+    Units [first, stop) need the path above the first one's node, and the layout from there up to the last one's end.
+    """
+    longest = int(np.max(tree.depth_T[last_position_U])) + 1
+    if longest > shape.num_positions:
+        raise TreeTooLargeError(
+            f"an episode needs {longest} positions, the largest microbatch has {shape.num_positions}: "
+            "raise learner.max_positions or shorten the run's episodes"
         )
-        start = stop
-    return joined
+    start_U = tree.node_start_N[np.searchsorted(tree.node_start_N, last_position_U, side="right") - 1]
+    above_U = tree.depth_T[start_U] - start_U
+    entry_U = np.append(0, np.cumsum(num_entries_U))
+    num_units = len(last_position_U)
+    tiles_U, pieces_U, positions_U, stop_U = np.zeros((4, num_units + 1), np.int64)
+    for first in range(num_units - 1, -1, -1):
+        most = first + np.searchsorted(last_position_U[first:], shape.num_positions - above_U[first])
+        most = min(most, np.searchsorted(entry_U, entry_U[first] + shape.num_entries, side="right") - 1)
+        stop_W = np.arange(first + 1, max(most, first + 1) + 1)
+        size_W = above_U[first] + last_position_U[stop_W - 1] + 1
+        ways = tiles_U[stop_W] - (-size_W // TILE), pieces_U[stop_W] + 1, positions_U[stop_W] + size_W
+        best = np.lexsort((-stop_W, *ways[::-1]))[0]
+        tiles_U[first], pieces_U[first], positions_U[first] = (way[best] for way in ways)
+        stop_U[first] = stop_W[best]
+    first_P = [0]
+    while (stop := int(stop_U[first_P[-1]])) < num_units:
+        first_P.append(stop)
+    return np.array(first_P)
 
 
 def _piece(tree: TokenTree, last_position_U: IntArray, chosen_M: npt.NDArray[np.integer]) -> Piece:

@@ -18,7 +18,6 @@ from noria.learner.batches import BatchPlanner, PlannedBatch
 from noria.learner.learner import Learner
 from noria.learner.operations import BatchResult, StepResult
 from noria.rl.credit import TokenScores, needs_reference, needs_values
-from noria.rl.packing import MicrobatchShape
 from noria.rl.staleness import rate_scale
 from noria.rl.tree import BatchStatistics, build_batch, scoring_tree, trained_groups
 from noria.types import EpisodeGroup, LossSpec, OptimizerSpec, Piece
@@ -69,10 +68,10 @@ class Scored:
         return metrics
 
 
-def draft(groups: Sequence[EpisodeGroup], algorithm: AlgorithmConfig, shape: MicrobatchShape, *, path_positions: int = 0) -> PlannedBatch | None:
-    """What the learner must be asked before the batch can be prepared; None for nothing. shape, path_positions, errors: as `prepare`."""
+def draft(groups: Sequence[EpisodeGroup], algorithm: AlgorithmConfig, planner: BatchPlanner) -> PlannedBatch | None:
+    """What the learner must be asked before the batch can be prepared; None for nothing. planner, errors: as `prepare`."""
     tree = scoring_tree(groups, algorithm)
-    return None if tree is None else BatchPlanner(shape, path_positions).plan(tree)
+    return None if tree is None else planner.plan(tree)
 
 
 def ask(learner: Learner, run_id: str, drafted: PlannedBatch, algorithm: AlgorithmConfig) -> "list[Future[BatchResult]]":
@@ -81,10 +80,8 @@ def ask(learner: Learner, run_id: str, drafted: PlannedBatch, algorithm: Algorit
     return [learner.forward(run_id, drafted, SCORING_LOSS, of_base=of_base) for of_base in passes]
 
 
-def prepare(
-    groups: Sequence[EpisodeGroup], algorithm: AlgorithmConfig, shape: MicrobatchShape, *, path_positions: int = 0, scored: Scored | None = None
-) -> Batch:
-    """The batch as the learner takes it. shape, path_positions: of the learner (`learner.batches.BatchPlanner`). scored: their `draft`, if any.
+def prepare(groups: Sequence[EpisodeGroup], algorithm: AlgorithmConfig, planner: BatchPlanner, *, scored: Scored | None = None) -> Batch:
+    """The batch as the learner takes it. planner: the learner's own. scored: the groups' `draft`, if they have one.
 
     Raises InvalidRequestError, RewardNotFiniteError, TreeTooLargeError: groups that cannot be trained.
     """
@@ -92,7 +89,6 @@ def prepare(
     has_entries = trained_groups(groups, made.tree)
     ids = [group.group_id for group in groups]
     trained, untrained = tuple(i for i in ids if i in has_entries), tuple(i for i in ids if i not in has_entries)
-    planner = BatchPlanner(shape, path_positions)
     planned = planner.plan(made.tree, columns=made.columns, prefix_gradient=algorithm.prefix_gradient)
     return Batch(groups, planned, made.statistics, trained, untrained, {} if scored is None else scored.metrics(algorithm))
 

@@ -35,7 +35,6 @@ from noria.model.placement import base_dtype, place
 from noria.model.weights import LoadedBase, load_base
 from noria.observe import SpanRecorder, log_event
 from noria.protocols import EnvironmentFactory
-from noria.rl.packing import microbatch_shape
 from noria.sampler.engine import SamplerEngine
 from noria.sampler.runner import Shapes
 from noria.service import store
@@ -119,8 +118,8 @@ class Server:
 
     async def examples(self, config: RunConfig, *, folder: Path, sha256: str | None = None) -> ExampleFile:
         """The examples of the run's supervised phase, none if it has no such phase. Raises as `supervised.load_examples`."""
-        base, shape = self.base, self.stages.shape
-        return await asyncio.to_thread(load_examples, config, base.tokenizer, base.chat, folder=folder, shape=shape, sha256=sha256)
+        base, longest = self.base, self.stages.learner.planner.longest
+        return await asyncio.to_thread(load_examples, config, base.tokenizer, base.chat, folder=folder, max_positions=longest, sha256=sha256)
 
     async def finished(self) -> dict[str, BaseException]:
         """Wait until every run has ended; the runs that failed, each with its cause."""
@@ -207,7 +206,6 @@ def _build(config: ServerConfig, base: LoadedBase, database: Engine, state_dir: 
         files=VersionFiles(state_dir / ADAPTERS),
         clock=clock,
         spans=spans,
-        shape=microbatch_shape(config.learner.max_positions),
         sizes=config.learner,
         keep_versions=config.keep_versions,
         weights=TenantWeights(sampler, device),

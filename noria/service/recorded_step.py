@@ -21,17 +21,15 @@ from noria.adapters.versions import VersionFiles
 from noria.clock import RealClock
 from noria.config import RunConfig, ServerConfig
 from noria.errors import ConfigError, StateConflictError, UnknownVersionError
-from noria.learner.batches import PlannedBatch
+from noria.learner.batches import BatchPlanner, PlannedBatch
 from noria.learner.learner import Learner
 from noria.learner.operations import BatchResult, RunSpec, StepResult
-from noria.model.config import ModelConfig
 from noria.model.lora import AdapterState, HostAdapter
-from noria.model.placement import BaseParams, base_dtype, place
+from noria.model.placement import base_dtype, place
 from noria.model.weights import LoadedBase, load_base
 from noria.observe import SpanRecorder
 from noria.protocols import Tokenizer
 from noria.rl.corrections import MAX_LOG_RATIO
-from noria.rl.packing import microbatch_shape
 from noria.service.archive import Archive, open_archive
 from noria.service.batch import Scored, ask, draft, prepare, step_optimizer
 from noria.service.folder import recorded_server
@@ -119,8 +117,9 @@ def retake(state_dir: Path, name: str, version: int, *, server: ServerConfig | N
             raise ConfigError(f"{state_dir} does not say how its server was configured: pass its file with --server-config")
         before = _state_before(archive, config, version, server.learner.class_of(config.adapter.rank))
         base = load_base(config.base)
-        step = _recorded(archive, config, row, before, server=server, base=base, folder=folder)
-    return _retake(config, step, server, base)
+        learner = _learner(server, base)
+        step = _recorded(archive, config, row, before, planner=learner.planner, base=base, folder=folder)
+    return _retake(config, step, learner, base)
 
 
 def _state_before(archive: Archive, config: RunConfig, version: int, width: int) -> AdapterState:
@@ -136,31 +135,36 @@ def _state_before(archive: Archive, config: RunConfig, version: int, width: int)
 
 
 def _recorded(
-    archive: Archive, config: RunConfig, row: VersionRow, before: AdapterState, *, server: ServerConfig, base: LoadedBase, folder: Path
+    archive: Archive, config: RunConfig, row: VersionRow, before: AdapterState, *, planner: BatchPlanner, base: LoadedBase, folder: Path
 ) -> _Recorded:
-    version, shape, algorithm = row.record.version, microbatch_shape(server.learner.max_positions), config.algorithm
+    version, algorithm = row.record.version, config.algorithm
     if version <= config.num_supervised_steps:
         recorded = archive.run(config.name).examples_sha256
-        examples = load_examples(config, base.tokenizer, base.chat, folder=folder, shape=shape, sha256=recorded).examples
-        supervised = prepare_examples(examples, config, version, shape)
+        examples = load_examples(config, base.tokenizer, base.chat, folder=folder, max_positions=planner.longest, sha256=recorded).examples
+        supervised = prepare_examples(examples, config, version, planner)
         planned = supervised.planned, config.supervised_optimizer
         return _Recorded(row, before, supervised.num_examples, SUPERVISED_LOSS, lambda _: planned)
     settled = archive.settled(config.name, trained_version=version)
     if not settled:
         raise StateConflictError(f"no group of run {config.name} is recorded as trained by the step to version {version}")
-    groups, sizes = [each.group for each in settled], {"path_positions": server.learner.path_positions}
+    groups = [each.group for each in settled]
 
     def prepared(answer: _Ask) -> _Prepared:
-        drafted = draft(groups, algorithm, shape, **sizes)
-        batch = prepare(groups, algorithm, shape, **sizes, scored=None if drafted is None else answer(drafted))
+        drafted = draft(groups, algorithm, planner)
+        batch = prepare(groups, algorithm, planner, scored=None if drafted is None else answer(drafted))
         return batch.planned, step_optimizer(batch, config, version - 1)
 
     return _Recorded(row, before, len(settled), algorithm.loss_spec, prepared)
 
 
-def _retake(config: RunConfig, step: _Recorded, server: ServerConfig, base: LoadedBase) -> RetakenStep:
-    params = place(base.params, jnp.dtype(base_dtype() if server.dtype == "auto" else server.dtype))
-    planned, batch, gradient, result = _take(config, step, server, base.config, params)
+def _learner(server: ServerConfig, base: LoadedBase) -> Learner:
+    params, clock = place(base.params, jnp.dtype(base_dtype() if server.dtype == "auto" else server.dtype)), RealClock()
+    settings, max_stall_s = server.learner, server.max_stall_ms / 1000
+    return Learner(params.stacked, base.config, settings, spans=SpanRecorder(clock), clock=clock, wake=lambda: None, max_stall_s=max_stall_s)
+
+
+def _retake(config: RunConfig, step: _Recorded, learner: Learner, base: LoadedBase) -> RetakenStep:
+    planned, batch, gradient, result = _take(config, step, learner)
     with TemporaryDirectory() as scratch:  # by the code that wrote the recorded version, so that nothing else can differ
         retaken = VersionFiles(Path(scratch)).write(config.name, step.row.record.version, result.state, config.adapter.rank)
     return RetakenStep(
@@ -177,13 +181,9 @@ def _retake(config: RunConfig, step: _Recorded, server: ServerConfig, base: Load
     )
 
 
-def _take(
-    config: RunConfig, step: _Recorded, server: ServerConfig, model: ModelConfig, params: BaseParams
-) -> tuple[PlannedBatch, BatchResult, HostAdapter, StepResult]:
+def _take(config: RunConfig, step: _Recorded, learner: Learner) -> tuple[PlannedBatch, BatchResult, HostAdapter, StepResult]:
     """The step, by the learner itself: its batch, what that came to, its gradient, its result."""
-    clock, name = RealClock(), config.name
-    spans = SpanRecorder(clock)
-    learner = Learner(params.stacked, model, server.learner, spans=spans, clock=clock, wake=lambda: None, max_stall_s=server.max_stall_ms / 1000)
+    name = config.name
 
     def finish(future: "Future[T]") -> T:
         while learner.has_work:

@@ -13,7 +13,6 @@ from noria.config import LearnerConfig, RunConfig
 from noria.errors import StageStoppedError
 from noria.learner.learner import Learner
 from noria.protocols import Clock, Spans
-from noria.rl.packing import MicrobatchShape
 from noria.sampler.engine import SamplerEngine
 from noria.service.device import SharedDevice
 from noria.service.publish import Publisher
@@ -23,7 +22,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Stages:
-    """What a run uses of its server. All runs share these objects. shape: the learner's largest microbatch; sizes: its configuration."""
+    """What a run uses of its server. All runs share these objects. sizes: the learner's configuration."""
 
     learner: Learner
     sampler: SamplerEngine
@@ -34,7 +33,6 @@ class Stages:
     files: VersionFiles
     clock: Clock
     spans: Spans
-    shape: MicrobatchShape
     sizes: LearnerConfig
     keep_versions: int
     weights: "TenantWeights"

@@ -16,7 +16,6 @@ from noria.learner.batches import BatchPlanner, PlannedBatch
 from noria.learner.operations import StepResult
 from noria.observe import log_event
 from noria.protocols import Tokenizer
-from noria.rl.packing import MicrobatchShape
 from noria.rl.supervised import batch_indices, example_tree
 from noria.text.chat import ChatFormat
 from noria.text.examples import ExampleFile, read_examples
@@ -46,9 +45,10 @@ class SupervisedBatch:
 
 
 def load_examples(
-    config: RunConfig, tokenizer: Tokenizer, chat: ChatFormat | None, *, folder: Path, shape: MicrobatchShape, sha256: str | None = None
+    config: RunConfig, tokenizer: Tokenizer, chat: ChatFormat | None, *, folder: Path, max_positions: int, sha256: str | None = None
 ) -> ExampleFile:
     """The examples of the run's supervised phase, none if it has no such phase. folder: where the run file's relative paths start.
+    max_positions: of the longest sequence that the learner trains.
 
     sha256: of the file that the run was created with; None for a new run, and for one of a release that did not record it.
 
@@ -58,7 +58,7 @@ def load_examples(
     if config.supervised is None:
         return NO_EXAMPLES
     path = folder / config.supervised.file
-    read = read_examples(path, tokenizer, chat, max_positions=shape.num_positions, too_long=config.supervised.too_long)
+    read = read_examples(path, tokenizer, chat, max_positions=max_positions, too_long=config.supervised.too_long)
     if sha256 not in (None, read.sha256):
         raise StateConflictError(
             f"{path} is not the file that run {config.name} was started with (SHA-256 {read.sha256[:12]}..., it was {sha256[:12]}...): put that file "
@@ -70,10 +70,11 @@ def load_examples(
     return read
 
 
-def prepare_examples(examples: Sequence[Example], config: RunConfig, version: int, shape: MicrobatchShape) -> SupervisedBatch:
+def prepare_examples(examples: Sequence[Example], config: RunConfig, version: int, planner: BatchPlanner) -> SupervisedBatch:
     """The batch that makes `version` of the run, as the learner takes it (with SUPERVISED_LOSS and `config.supervised_optimizer`).
 
-    examples: all of the file. version: 1 to config.num_supervised_steps. Raises TreeTooLargeError: examples read for a larger `shape`.
+    examples: all of the file. version: 1 to config.num_supervised_steps. planner: the learner's own. Raises TreeTooLargeError: examples that were
+    read for a learner of longer sequences.
     """
     assert config.supervised is not None
     assert 1 <= version <= config.supervised.steps
@@ -83,7 +84,7 @@ def prepare_examples(examples: Sequence[Example], config: RunConfig, version: in
     chosen = [examples[i] for i in batch_indices(step, num_examples=len(examples), batch_size=size, seed=config.seed)]
     tree = example_tree(chosen, config.algorithm.denominator)
     unshared = sum(int(example.is_trained_T.nonzero()[0][-1]) for example in chosen)
-    return SupervisedBatch(BatchPlanner(shape).plan(tree), len(chosen), step * size // len(examples), unshared)
+    return SupervisedBatch(planner.plan(tree), len(chosen), step * size // len(examples), unshared)
 
 
 def supervised_metrics(batch: SupervisedBatch, result: StepResult) -> dict[str, float]:

@@ -66,7 +66,7 @@ class Training:
 
     async def _supervised_step(self) -> bool:
         version = self._state.progress.version + 1
-        batch = await asyncio.to_thread(prepare_examples, self._examples, self._config, version, self._stages.shape)
+        batch = await asyncio.to_thread(prepare_examples, self._examples, self._config, version, self._stages.learner.planner)
         result = await self._compute(batch.planned, SUPERVISED_LOSS, self._config.supervised_optimizer)
         await self._versions.add(result.state, supervised_metrics(batch, result))
         return True
@@ -119,12 +119,11 @@ class Training:
     async def _prepare(self, groups: Sequence[EpisodeGroup]) -> Batch:
         """The batch, once the learner has scored what must be known before its advantages are."""
         state, learner, algorithm = self._state, self._stages.learner, self._config.algorithm
-        sizes = {"path_positions": learner.planner.path_positions}
-        scored, drafted = None, await asyncio.to_thread(draft, groups, algorithm, self._stages.shape, **sizes)
+        scored, drafted = None, await asyncio.to_thread(draft, groups, algorithm, learner.planner)
         if drafted is not None:
             what, asked = f"score the batch after version {state.progress.version}", ask(learner, state.run_id, drafted, algorithm)
             scored = Scored(drafted, [await state.wait_for(each, self._config.deadlines.train_s, what) for each in asked])
-        return await asyncio.to_thread(prepare, groups, algorithm, self._stages.shape, **sizes, scored=scored)
+        return await asyncio.to_thread(prepare, groups, algorithm, learner.planner, scored=scored)
 
     async def _compute(self, batch: PlannedBatch, loss: LossSpec | None = None, optimizer: OptimizerSpec | None = None) -> StepResult:
         state = self._state

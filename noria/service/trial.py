@@ -171,12 +171,11 @@ def _told_apart(group: EpisodeGroup) -> EpisodeGroup:
 
 
 async def _prepared(server: Server, run_id: str, groups: Sequence[EpisodeGroup], algorithm: AlgorithmConfig) -> Batch:
-    stages = server.stages
-    sizes = {"path_positions": stages.learner.planner.path_positions}
-    scored, drafted = None, draft(groups, algorithm, stages.shape, **sizes)
+    learner = server.stages.learner
+    scored, drafted = None, draft(groups, algorithm, learner.planner)
     if drafted is not None:
-        scored = Scored(drafted, [await asyncio.wrap_future(each) for each in ask(stages.learner, run_id, drafted, algorithm)])
-    return prepare(groups, algorithm, stages.shape, **sizes, scored=scored)
+        scored = Scored(drafted, [await asyncio.wrap_future(each) for each in ask(learner, run_id, drafted, algorithm)])
+    return prepare(groups, algorithm, learner.planner, scored=scored)
 
 
 def _estimate(server: Server, config: RunConfig, timing: Timing, examples: Sequence[Example], *, num_evaluated: int) -> Estimate:
@@ -193,7 +192,7 @@ def _estimate(server: Server, config: RunConfig, timing: Timing, examples: Seque
     longest = max(parts, key=lambda name: parts[name])
     supervised_s = 0.0
     if config.supervised is not None and examples:
-        positions = sum(len(piece.ids_T) for piece in prepare_examples(examples, config, 1, server.stages.shape).pieces)
+        positions = sum(len(piece.ids_T) for piece in prepare_examples(examples, config, 1, server.stages.learner.planner).pieces)
         supervised_s = config.num_supervised_steps * (positions * timing.position_s + timing.publish_s)
     every, last = config.evaluation.every, config.num_steps
     num_evaluations = len({0, config.num_supervised_steps, last, *(range(every, last, every) if every else ())})
