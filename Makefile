@@ -18,7 +18,7 @@ REF := .venv-ref/.ref
 PYTEST := -m pytest
 # Files of tests in so many processes: much of a test is compilation, which takes one core.
 WORKERS ?= 2
-IN_PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=25
+IN_PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart=0 --durations=25
 
 .PHONY: help demo train doctor test check prove bench convergence gpu-check test-oldest clean .venv .venv-ref .venv-oldest
 

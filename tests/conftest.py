@@ -1,7 +1,8 @@
 """Fixtures that every area shares."""
 
+import gc
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import jax
@@ -14,8 +15,22 @@ settings.register_profile("noria", deadline=None)  # an example that takes long 
 settings.load_profile("noria")
 
 jax.config.update("jax_enable_compilation_cache", False)
-"""What one test compiles is never read back from disk by another, in this process or in one beside it: XLA has crashed in reading. Servers that tests
-start as processes of their own keep their cache."""
+"""What one test compiles is never read back from disk by another, in this process or in one beside it. Servers that tests start as processes keep
+their cache."""
+
+
+MAPS = Path("/proc/self/maps")
+MAX_MAPS = 15_000
+"""Memory mappings after which compiled programs are let go between two files. Each program takes a few; Linux allows a process 65,530, and XLA ends
+the process with a segmentation fault where it gets no more."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _programs_are_let_go() -> Iterator[None]:
+    yield
+    if MAPS.exists() and MAPS.read_bytes().count(b"\n") > MAX_MAPS:
+        jax.clear_caches()
+        gc.collect()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

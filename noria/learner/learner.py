@@ -271,6 +271,7 @@ class Learner:
             return
         self._fail_run(queue, StageStoppedError(f"run {run_id} was stopped"))
         self._fair.forget(run_id)
+        self._apart.discard(run_id)
         self._passes.residency.remove(run_id)
 
     def _fail_run(self, queue: RunQueue, error: BaseException) -> None:
