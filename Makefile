@@ -15,12 +15,13 @@ RUNTIME := .venv/.runtime
 DEV := .venv/.dev
 OLDEST := .venv-oldest/.dev
 REF := .venv-ref/.ref
+VLLM := .venv-vllm/.vllm
 PYTEST := -m pytest
 # Files of tests in so many processes: much of a test is compilation, which takes one core.
 WORKERS ?= 2
 IN_PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart=0 --durations=25
 
-.PHONY: help demo train doctor test check prove bench convergence gpu-check test-oldest clean .venv .venv-ref .venv-oldest
+.PHONY: help demo train doctor test check prove bench convergence gpu-check test-oldest clean .venv .venv-ref .venv-vllm .venv-oldest
 
 help:  ## list the targets
 	@grep -hE '^[a-z.-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -48,7 +49,7 @@ doctor: $(RUNTIME)  ## look at this machine: versions, devices, memory, disk, cl
 	@.venv/bin/noria doctor
 
 bench: $(RUNTIME)  ## reproducible speed measurements (long); one of them: make bench BENCH="replay --peer peft" (that one after make .venv-ref)
-	for what in $(if $(BENCH),"$(BENCH)",step replay packing adapters); do .venv/bin/noria bench $$what --json; done
+	for what in $(if $(BENCH),"$(BENCH)",step replay packing adapters sampler); do .venv/bin/noria bench $$what --json; done
 
 convergence: $(RUNTIME)  ## learning curves of shared and unshared gradients and of stale data: docs/results/convergence.md
 	.venv/bin/python scripts/convergence.py
@@ -60,11 +61,12 @@ test-oldest: $(OLDEST)  ## the fast tests on the oldest Python and JAX that nori
 	.venv-oldest/bin/python $(PYTEST) $(IN_PARALLEL) -m "not slow and not prove and not gpu"
 
 clean:  ## remove environments and caches
-	rm -rf .venv .venv-oldest .venv-ref build .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache *.egg-info
+	rm -rf .venv .venv-oldest .venv-ref .venv-vllm build .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 .venv: $(DEV)
 .venv-ref: $(REF)
+.venv-vllm: $(VLLM)
 .venv-oldest: $(OLDEST)
 
 # The content of this stamp is the number of seconds that the installation took; `noria demo` reports it.
@@ -93,6 +95,15 @@ $(REF): pyproject.toml constraints-ref.txt scripts/find_python.sh scripts/make_v
 	echo "installing torch, transformers and peft into .venv-ref, as references for tests"
 	.venv-ref/bin/python -m pip install -q -q -c constraints-ref.txt "pip>=25.1"
 	.venv-ref/bin/python -m pip install -q -q -c constraints-ref.txt --group ref
+	touch $@
+
+# vLLM's CPU build, for `noria bench sampler --peer vllm` alone. torch first, with what its build needs; then everything as it is pinned.
+$(VLLM): constraints-vllm.txt scripts/find_python.sh scripts/make_venv.sh
+	@python=$$(scripts/find_python.sh 11 12 13)
+	scripts/make_venv.sh .venv-vllm "$$python"
+	echo "installing the CPU build of vLLM into .venv-vllm"
+	.venv-vllm/bin/python -m pip install -q -q --no-compile -c constraints-vllm.txt torch
+	.venv-vllm/bin/python -m pip install -q -q --no-compile --no-deps -r constraints-vllm.txt
 	touch $@
 
 # Bytecode is left to the first import: compiling all of it takes longer than installing.

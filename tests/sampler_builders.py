@@ -4,7 +4,6 @@ import asyncio
 from collections.abc import Coroutine, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
-from itertools import count
 from typing import Any
 
 import jax
@@ -19,13 +18,11 @@ from noria.model.weights import Params, load_base
 from noria.protocols import Clock, Tokenizer
 from noria.sampler.engine import SamplerEngine
 from noria.sampler.runner import Shapes
-from noria.sampler.sequence import PrefillDispatch, Sampled, Sequence
 from noria.sampler.slots import BASE_RUN
 from noria.types import Completion, Ids, SampleRequest, SamplingParams
 
 RANK = 4
 SHAPES = Shapes(lanes=(16,), rows=(4,))
-STEPS = 4
 
 
 class NoSpans:
@@ -142,37 +139,3 @@ async def drive(sampler: SamplerEngine, *work: Coroutine[Any, Any, Any], between
         sampler.step()
         step += 1
     return await asyncio.gather(*tasks)
-
-
-class FakeDevice:
-    """Runs dispatches: samples increasing ids, STEPS per lane, and counts what it did per tenant."""
-
-    def __init__(self, scheduler):
-        self.scheduler = scheduler
-        self.ids = count(1000)
-        self.num_sampled = {}
-        self.dispatches = []
-
-    def step(self):
-        """One dispatch; the sequences that finished, None if there was nothing to do."""
-        dispatch = self.scheduler.plan()
-        self.scheduler._slots.take_writes()
-        if dispatch is None:
-            return None
-        self.dispatches.append(dispatch)
-        if isinstance(dispatch, PrefillDispatch):
-            assert dispatch.rows
-            return []
-        return self.scheduler.complete(dispatch, [[self._sample(sequence) for sequence in tile.sequences] for tile in dispatch.tiles])
-
-    def _sample(self, sequence):
-        tokens = [next(self.ids) for _ in range(min(STEPS, sequence.num_remaining))]
-        tenant = sequence.request.tenant
-        self.num_sampled[tenant] = self.num_sampled.get(tenant, 0) + len(tokens)
-        return Sampled(tokens, [0.0] * len(tokens))
-
-
-def submit(scheduler, **changes):
-    sequence = Sequence(request(**changes), stop_ids=(2,))
-    scheduler.submit(sequence)
-    return sequence

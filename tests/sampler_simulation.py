@@ -7,7 +7,7 @@ from itertools import count
 
 from noria.sampler.pages import PAGE, PagePool
 from noria.sampler.scheduler import Limits, Scheduler
-from noria.sampler.sequence import CHUNK, PrefillDispatch, Sampled, Scored, Sequence
+from noria.sampler.sequence import BLOCK_PAGES, CHUNK, PrefillDispatch, Sampled, Scored, Sequence
 from noria.sampler.slots import SlotTable
 from noria.types import SampleRequest, SamplingParams
 
@@ -22,12 +22,12 @@ def make_sequence(prompt, *, run="", tenant="t", episode="", version=None, wants
     return Sequence(request, stop_ids=(2,), deadline_s=deadline_s)
 
 
-def build(num_pages=512, *, places=0, widths=(16,), rows=4, slots=8, runs=(), seed=0, **limits):
+def build(num_pages=512, *, places=0, max_moves=64, widths=(16,), rows=4, slots=8, runs=(), seed=0, **limits):
     """A device whose scheduler knows version 0 of each run."""
     table = SlotTable(slots)
     for run in runs:
         table.advance(run, 0)
-    scheduler = Scheduler(PagePool(num_pages, places), table, Limits(widths, rows, STEPS, **limits))
+    scheduler = Scheduler(PagePool(num_pages, places, max_moves=max_moves), table, Limits(widths, rows, STEPS, **limits))
     return SimulatedDevice(scheduler, table, places, seed=seed)
 
 
@@ -72,6 +72,7 @@ class SimulatedDevice:
     def _move(self, dispatch):
         assert len({move.place for move in dispatch.stores}) == len(dispatch.stores)
         assert len({move.page for move in dispatch.loads}) == len(dispatch.loads)
+        assert max(len(dispatch.stores), len(dispatch.loads)) <= self.scheduler.pool.max_moves
         for page, place in dispatch.stores:
             self.places[place] = self.pages[page].copy()
         for page, place in dispatch.loads:
@@ -81,8 +82,8 @@ class SimulatedDevice:
         self.counts.update(stored=len(dispatch.stores), loaded=len(dispatch.loads), dispatches=1)
 
     def _prefill(self, dispatch):
-        assert dispatch.rows
-        assert len({bool(row.targets) for row in dispatch.rows}) == 1
+        assert dispatch.rows or dispatch.stores or dispatch.loads
+        assert len({bool(row.targets) for row in dispatch.rows}) <= 1
         written = [(row.table[position // PAGE], position % PAGE) for row in dispatch.rows for position in range(row.start, row.start + len(row.ids))]
         assert len(written) == len(set(written)), "two writers"
         for row in dispatch.rows:  # all K/V of a layer are written before it attends
@@ -121,7 +122,7 @@ class SimulatedDevice:
             assert 0 < len(tile.sequences) <= dispatch.lanes_per_tile
             runs = {s.request.run_id for s in tile.sequences}
             assert {self.in_slot[tile.slot]} == {(run, tile.version) for run in runs}
-            assert tile.num_shared % 8 == 0
+            assert tile.num_shared % BLOCK_PAGES == 0
             shared = [s.table[: tile.num_shared] for s in tile.sequences]
             assert all(table == shared[0] for table in shared)
             assert all(tile.num_shared * PAGE <= s.position for s in tile.sequences)

@@ -12,8 +12,7 @@ def test_the_measurement_has_every_size_and_compares_within_one_run():
     result = measure("tiny")
     assert json.loads(json.dumps(result)) == result
     assert [row["positions"] for row in result["train"]] == [256, 512]
-    assert [row["lanes"] for row in result["decode"]] == [8, 32, 64]
     for row in result["train"]:
         assert row["positions_per_s"] == pytest.approx(row["positions"] / row["seconds"])
-    assert all(row["fraction_of_matmuls"] > 0 for row in result["train"] + result["decode"])
-    assert table(result).row_count == 5
+    assert all(row["fraction_of_matmuls"] > 0 for row in result["train"])
+    assert table(result).row_count == 2

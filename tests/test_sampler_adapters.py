@@ -165,6 +165,19 @@ def test_a_pinned_request_keeps_its_version_and_no_publish_waits_for_its_slot():
         run(sampler, request(run="a", version=0))
 
 
+def test_a_request_that_came_before_a_publish_keeps_the_version_that_it_names():
+    sampler = engine_with(adapter(0))
+
+    async def scenario():
+        named = asyncio.ensure_future(sampler.sample(request(run="a", version=0)))
+        await asyncio.sleep(0)
+        sampler.publish("a", 1, adapter(1), 1.0)
+        return await drive(sampler, asyncio.wait_for(named, 60))
+
+    (completion,) = asyncio.run(scenario())
+    assert set(completion.versions) == {0}
+
+
 def test_a_pin_holds_a_version_for_later_requests():
     sampler = engine()
     sampler.publish("a", 0, adapter(0), 1.0)

@@ -14,7 +14,7 @@ HEADS = [(9, 3, 64), (4, 2, 16), (14, 2, 64), (15, 5, 64), (8, 8, 64), (16, 8, 1
 """SmolLM2-135M, the tiny base, Qwen2-0.5B, SmolLM2-360M, one query head per kv head, Qwen3-0.6B, the same wider, one kv head."""
 
 
-def inputs(num_rows, length, longest, seed=0, num_pages=80, heads=(6, 2, 8), table_pages=16):
+def inputs(num_rows, length, longest, *, seed=0, num_pages=80, heads=(6, 2, 8), table_pages=16):
     num_heads, num_kv, size = heads
     rng = np.random.default_rng(seed)
     q = rng.normal(size=(num_rows, length, num_heads, size)).astype(np.float32)

@@ -13,15 +13,13 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from sampler_builders import STEPS, FakeDevice, adapter, drive, engine, prompt, request, run, submit, tiny
+from sampler_builders import adapter, drive, engine, prompt, request, run, tiny
+from sampler_simulation import build
 
 from noria.model.lora import HEAD, INPUT_GROUPS, checksum, delta, host_shapes, module_sizes
 from noria.sampler.adapters import AdapterSlots, layer_deltas, plan_rows
-from noria.sampler.pages import PagePool
 from noria.sampler.runner import Shapes
-from noria.sampler.scheduler import Limits, Scheduler
 from noria.sampler.sequence import PrefillDispatch
-from noria.sampler.slots import SlotTable
 
 SHAPES = Shapes(lanes=(8, 64), rows=(4, 16))
 NUM_PAGES = 320
@@ -98,43 +96,36 @@ def test_what_a_deterministic_run_has_prefilled_is_shared_and_what_it_decoded_is
 
 
 def test_dispatches_with_requests_of_a_deterministic_run_have_one_shape_and_others_ride_along():
-    slots = SlotTable(8)
-    for run_id in ("mine", "busy"):
-        slots.advance(run_id, 0)
-    scheduler = Scheduler(PagePool(1024), slots, Limits((8, 64), 16, STEPS, fixed=(32, 4)))
-    scheduler.set_deterministic("mine", is_deterministic=True)
-    device, rng = FakeDevice(scheduler), random.Random(0)
+    device = build(1024, widths=(8, 64), rows=16, runs=("mine", "busy"), fixed=(32, 4))
+    device.scheduler.set_deterministic("mine", is_deterministic=True)
+    rng = random.Random(0)
     runs = [rng.choice(("mine", "busy")) for _ in range(100)]
-    unfinished = {submit(scheduler, run=run, tenant="ab"[n % 2], prompt=prompt(40, seed=n), max_tokens=20) for n, run in enumerate(runs)}
+    unfinished = {device.submit(prompt(40, seed=n), run=run, tenant="ab"[n % 2], max_tokens=20) for n, run in enumerate(runs)}
     while unfinished:
         unfinished.difference_update(device.step())
     kinds = set()
     for dispatch in device.dispatches:
         is_prefill = isinstance(dispatch, PrefillDispatch)
         slots_of = {row.slot for row in dispatch.rows} if is_prefill else {tile.slot for tile in dispatch.tiles}
-        has_mine = slots.slot("mine", 0) in slots_of
+        has_mine = device.slots.slot("mine", 0) in slots_of
         assert dispatch.is_fixed == has_mine
         if has_mine:
             assert len(dispatch.rows) <= 4 if is_prefill else len(dispatch.tiles) <= 32 // 8
         kinds.add((is_prefill, has_mine, len(slots_of)))
     assert {(False, True, 2), (True, True, 2)} <= kinds, "others must have ridden along"
-    scheduler.set_deterministic("mine", is_deterministic=False)
-    submit(scheduler, run="mine", prompt=prompt(40, seed=500))
+    device.scheduler.set_deterministic("mine", is_deterministic=False)
+    device.submit(prompt(40, seed=500), run="mine")
     device.step()
     assert not device.dispatches[-1].is_fixed
 
 
 def test_more_tiles_than_the_fixed_shape_has_take_turns_and_without_the_run_all_lanes_are_used():
-    slots = SlotTable(8)
-    for run_id in ("mine", "busy"):
-        slots.advance(run_id, 0)
-    scheduler = Scheduler(PagePool(1024), slots, Limits((8, 64), 16, STEPS, fixed=(32, 4)))
-    scheduler.set_deterministic("mine", is_deterministic=True)
-    device = FakeDevice(scheduler)
-    unfinished = {submit(scheduler, run="busy", tenant="b", prompt=(n,), max_tokens=100) for n in range(64)}
+    device = build(1024, widths=(8, 64), rows=16, runs=("mine", "busy"), fixed=(32, 4))
+    device.scheduler.set_deterministic("mine", is_deterministic=True)
+    unfinished = {device.submit((n,), run="busy", tenant="b", max_tokens=100) for n in range(64)}
     device.step()
     assert len(device.dispatches[-1].tiles) == 8
-    mine = {submit(scheduler, run="mine", tenant="m", prompt=(n,), max_tokens=20) for n in range(24)}
+    mine = {device.submit((n,), run="mine", tenant="m", max_tokens=20) for n in range(24)}
     unfinished |= mine
     while unfinished:
         has_mine = bool(unfinished & mine)

@@ -93,6 +93,8 @@ def test_a_groups_prompt_is_prefilled_once():
     assert sampler.counts.num_prefilled == 74
     run(sampler, request((*prompt(75), 3, 4), max_tokens=2))
     assert sampler.counts.num_prefilled == 74 + 1
+    counts = sampler.schedule_counts
+    assert (counts.num_asked, counts.num_found) == (8 * 74 + 76, 7 * 74 + 75)
 
 
 def test_others_get_the_prompt_when_its_first_requester_is_cancelled():

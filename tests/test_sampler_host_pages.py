@@ -11,8 +11,7 @@ from jax import monitoring
 from sampler_builders import tiny
 
 from noria.sampler.host_pages import MOVE_WIDTH, HostPages
-from noria.sampler.pages import PAGE
-from noria.sampler.sequence import PageMove
+from noria.sampler.pages import PAGE, PageMove
 
 NUM_PAGES = 48
 MODES = pytest.mark.parametrize("is_pinned", [False, True])

@@ -1,6 +1,7 @@
 """When pages run short: whatever comes and goes, everything ends, every lane reads what its ids left, and no page is lost or has two writers."""
 
 import random
+from itertools import pairwise
 
 import pytest
 from hypothesis import settings
@@ -9,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from sampler_simulation import build
 
 from noria.sampler.pages import PAGE
-from noria.sampler.sequence import DecodeDispatch
+from noria.sampler.sequence import DecodeDispatch, PrefillDispatch
 
 RUNS = ("", "a", "b", "d")
 
@@ -20,6 +21,7 @@ class Pressure(RuleBasedStateMachine):
     @initialize(
         num_pages=st.sampled_from((12, 16, 24, 40)),
         places=st.sampled_from((0, 3, 10, 100)),
+        max_moves=st.sampled_from((1, 3, 64)),
         widths=st.sampled_from(((8,), (16,), (8, 32))),
         rows=st.sampled_from((2, 4)),
         slots=st.sampled_from((2, 3, 8)),
@@ -27,10 +29,9 @@ class Pressure(RuleBasedStateMachine):
         vocab=st.sampled_from((5, 1000)),
         seed=st.integers(0, 2**32),
     )
-    def start(self, num_pages, places, widths, rows, slots, recomputes, vocab, seed):
-        self.device = build(
-            num_pages, places=places, widths=widths, rows=rows, slots=slots, runs=RUNS[1:], seed=seed, fixed=(8, 2), recomputes=recomputes
-        )
+    def start(self, *, num_pages, places, max_moves, widths, rows, slots, recomputes, vocab, seed):
+        sizes = {"widths": widths, "rows": rows, "slots": slots, "fixed": (8, 2)}
+        self.device = build(num_pages, places=places, max_moves=max_moves, runs=RUNS[1:], seed=seed, recomputes=recomputes, **sizes)
         self.device.vocab = vocab
         self.scheduler, self.recomputes, self.rng = self.device.scheduler, recomputes, random.Random(seed)
         self.scheduler.set_deterministic("d", is_deterministic=True)
@@ -47,7 +48,7 @@ class Pressure(RuleBasedStateMachine):
         wants_prompt=st.sampled_from((False, False, False, True)),
         number=st.integers(1, 4),
     )
-    def submit(self, run, tenant, episode, share, max_tokens, is_pinned, wants_prompt, number):
+    def submit(self, *, run, tenant, episode, share, max_tokens, is_pinned, wants_prompt, number):
         max_tokens = min(max_tokens, self.most // 2)
         length = max(1, int(share * (self.most - max_tokens)))
         ids = (self.history.get((run, episode), ()) + tuple(self.rng.randrange(3, 5) for _ in range(length)))[-length:]
@@ -178,3 +179,38 @@ def test_between_two_decode_dispatches_lies_at_most_one_prefill_whatever_is_pree
         if len(device.dispatches) > 1 and not any(isinstance(dispatch, DecodeDispatch) for dispatch in device.dispatches[-2:]):
             assert not ready_before & ready, "who could decode waits for one prefill at most, or gives its pages to others"
     assert device.scheduler.counts.num_preempted > 0
+
+
+def test_an_episode_that_comes_back_is_loaded_piece_by_piece_while_others_decode():
+    device, rng = build(64, places=64, max_moves=4, rows=16), random.Random(0)
+    first = device.submit([rng.randrange(3, 1000) for _ in range(640)], episode="e", max_tokens=8)
+    device.finish()
+    device.submit([rng.randrange(3, 1000) for _ in range(500)], episode="f", max_tokens=400)
+    device.finish()
+    other = device.submit((5, 6), max_tokens=320)
+    device.step()
+    number, prefilled = len(device.dispatches), device.counts["prefilled"]
+    back = device.submit((*first.request.prompt_ids, *first.sampled_ids, 7, 8), episode="e", max_tokens=8)
+    while back not in (device.step() or ()):
+        pass
+    moves = device.dispatches[number:]
+    assert sum(len(dispatch.loads) for dispatch in moves) > 4 * 5
+    assert device.counts["prefilled"] - prefilled < PAGE
+    lanes = [isinstance(dispatch, DecodeDispatch) and other in [s for tile in dispatch.tiles for s in tile.sequences] for dispatch in moves]
+    assert all(now or then for now, then in pairwise(lanes)), "no two dispatches in a row without the other's lane"
+
+
+def test_pages_move_when_nobody_has_anything_else_to_do():
+    device = build(64, places=64, max_moves=1, rows=16)
+    first = device.submit(range(3, 703), episode="e", max_tokens=8)
+    device.finish()
+    device.submit(range(1000, 1900), max_tokens=8)
+    device.finish()
+    back = device.submit((*first.request.prompt_ids, *first.sampled_ids, 7), episode="e", max_tokens=8)
+    number = len(device.dispatches)
+    device.step()
+    assert [(one.request_id, one.reason) for one in device.scheduler.waiting()] == [(back.request.request_id, "pages")]
+    assert device.finish() == [back]
+    moves = [dispatch for dispatch in device.dispatches[number:] if isinstance(dispatch, PrefillDispatch) and not dispatch.rows]
+    assert len(moves) > 30
+    assert all(len(dispatch.stores) + len(dispatch.loads) in (1, 2) for dispatch in moves)

@@ -5,9 +5,9 @@ import pytest
 from sampler_builders import adapter, config, merged, prompt, tiny
 
 from noria.model.transformer import forward_logits
-from noria.sampler.pages import PAGE
+from noria.sampler.pages import PAGE, PageMove
 from noria.sampler.runner import Runner, Shapes
-from noria.sampler.sequence import CHUNK, LANES_PER_TILE, DecodeDispatch, LaneTile, PrefillDispatch, PrefillRow, Sequence
+from noria.sampler.sequence import BLOCK_PAGES, CHUNK, LANES_PER_TILE, DecodeDispatch, LaneTile, PrefillDispatch, PrefillRow, Sequence
 from noria.types import MAX_TOP, SampleRequest, SamplingParams
 
 PAGES_EACH = 8
@@ -56,6 +56,16 @@ def test_prompt_logprobs_are_those_of_a_full_forward_pass_and_so_are_the_most_li
         np.testing.assert_allclose([expected[position, id_] for id_, _ in ids], [logprob for _, logprob in ids], atol=1e-4)
 
 
+def test_a_prefill_without_rows_only_moves_pages():
+    device = runner()
+    device.prefill(PrefillDispatch([], list(rows_of(sequence(0, prompt(50)), 1))))
+    before = [np.asarray(x).copy() for x in (*device._k, *device._v)]
+    assert device.prefill(PrefillDispatch([], [], stores=[PageMove(1, 0), PageMove(2, 1)], loads=[PageMove(20, 1)])) == []
+    for old, new in zip(before, map(np.asarray, (*device._k, *device._v)), strict=True):
+        assert np.array_equal(new[20], old[2])
+        assert np.array_equal(new[1:20], old[1:20])
+
+
 def test_scoring_writes_the_same_pages_bit_for_bit():
     pools = []
     for is_scored in (False, True):
@@ -76,6 +86,18 @@ def decode(sequences_and_slots, lanes_per_tile, widths=(16, 32)):
         tiles = [LaneTile(slot, 0, [each for each, own in sequences_and_slots if own == slot]) for slot in slots]
     sampled = device.decode(DecodeDispatch([], tiles, is_fixed=False, lanes_per_tile=lanes_per_tile))
     return {s.request.request_id: lane for tile, lanes in zip(tiles, sampled, strict=True) for s, lane in zip(tile.sequences, lanes, strict=True)}
+
+
+def test_lanes_sample_the_same_bits_whether_their_prefix_is_read_once_or_by_each():
+    found = []
+    for num_shared in (0, BLOCK_PAGES):
+        device = runner((16,))
+        mine = [sequence(n, (*prompt(70), *prompt(3 + n, seed=n)), num_top=2) for n in range(6)]
+        for each in mine:
+            device.prefill(PrefillDispatch([], list(rows_of(each, 2))))
+            each.table[:BLOCK_PAGES] = mine[0].table[:BLOCK_PAGES]
+        found.append(device.decode(DecodeDispatch([], [LaneTile(2, 0, mine, num_shared)])))
+    assert found[0] == found[1]
 
 
 def test_lanes_in_tiles_of_their_own_sample_the_same_bits_as_in_tiles_of_eight():

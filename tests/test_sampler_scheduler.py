@@ -301,7 +301,7 @@ def test_lanes_of_one_prompt_lie_in_one_tile_and_read_it_once():
     device.submit(ids(50, 9), max_tokens=40)
     device.finish()
     dispatch = next(dispatch for dispatch in decodes(device) if dispatch.num_lanes == 25)
-    assert sorted(tile.num_shared for tile in dispatch.tiles) == [0, 16, 24, 24]
+    assert sorted(tile.num_shared for tile in dispatch.tiles) == [0, 16, 24, 28]
 
 
 def test_a_shared_prefix_ends_where_the_first_lane_of_its_tile_leaves_it():
@@ -310,7 +310,7 @@ def test_a_shared_prefix_ends_where_the_first_lane_of_its_tile_leaves_it():
     for member in range(4):
         device.submit((*stem[: 150 + 60 * member], *ids(200, member + 1)), max_tokens=40)
     device.finish()
-    assert {d.tiles[0].num_shared for d in decodes(device) if d.num_lanes == 4} == {BLOCK_PAGES}
+    assert {d.tiles[0].num_shared for d in decodes(device) if d.num_lanes == 4} == {2 * BLOCK_PAGES}
 
 
 def test_lanes_of_a_deterministic_run_share_no_reads():
@@ -324,3 +324,22 @@ def test_lanes_of_a_deterministic_run_share_no_reads():
         (device.in_slot[tile.slot][0], tile.num_shared > 0) for dispatch in decodes(device) for tile in dispatch.tiles if len(tile.sequences) == 4
     }
     assert shared == {("d", False), ("", True)}
+
+
+def test_of_one_tenant_prompts_with_scores_and_without_take_turns():
+    device = build(1024, rows=4)
+    device.submit(ids(4000), wants_prompt=True, max_tokens=4)
+    run_steps(device, 3)
+    number = len(device.dispatches)
+    late = [device.submit(ids(200 + n, n), max_tokens=4) for n in range(2)]
+    assert steps_until(device, lambda finished: late[0] in finished or late[1] in finished) < 20
+    kinds = [bool(dispatch.rows[0].targets) for dispatch in prefills(device) if dispatch in device.dispatches[number:]]
+    assert kinds[:3] == [False, True, False]
+
+
+def test_no_lanes_share_reads_where_that_would_change_bits():
+    device = build(1024, widths=(8, 32), rows=16, shares_prefixes=False)
+    for _ in range(8):
+        device.submit(ids(300), max_tokens=4)
+    device.finish()
+    assert {tile.num_shared for dispatch in decodes(device) for tile in dispatch.tiles} == {0}

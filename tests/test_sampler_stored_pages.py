@@ -163,3 +163,34 @@ def test_a_request_for_more_than_can_ever_come_back_says_how_many_pages_are_miss
     assert pool.num_missing(0, pool.match(EPISODE, ids(2 * PAGE)).chain) == 1
     pool.give_back(taken)
     assert pool.num_missing(0, pool.match(EPISODE, ids(2 * PAGE)).chain) == -2
+
+
+def test_a_plan_stores_no_more_than_a_dispatch_moves_and_the_next_one_goes_on():
+    pool = PagePool(9, 16, max_moves=2)
+    for first in (0, 500, 900, 1300):
+        played(pool, first=first)
+    wanted = pool.match(EPISODE, ids(2 * PAGE)).chain
+    for is_enough in (False, False, True):
+        assert pool.make_room(6, wanted) is is_enough
+        assert len(pool.take_moves()[0]) == 2
+    assert (pool.num_available, pool.num_missing(6, wanted)) == (8, 0)
+    assert pool.match(EPISODE, ids(2 * PAGE)).chain == wanted, "what room is made beside stays"
+    assert all(node.page for node in wanted)
+    pool.keep(wanted)
+    pool.take(6)
+    assert pool.take_moves() == ([], [])
+
+
+def test_loads_are_made_in_order_so_many_in_each_dispatch():
+    pool = PagePool(13, 12, max_moves=4)
+    for first in (0, 500, 900):
+        played(pool, first=first)
+    while not pool.make_room(12):
+        pool.take_moves()
+    pool.take_moves()
+    waits = [pool.keep(pool.match(EPISODE, ids(2 * PAGE, first)).chain) for first in (900, 0, 500, 900)]
+    assert waits == [2, 4, 6, 2], "a page that is about to be loaded is loaded once"
+    assert pool.loads_through == 4
+    assert [len(pool.take_moves()[1]) for _ in range(3)] == [4, 2, 0]
+    assert not pool.has_moves
+    assert pool.keep(pool.match(EPISODE, ids(2 * PAGE)).chain) == 0

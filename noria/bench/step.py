@@ -1,11 +1,10 @@
-"""`noria bench step`: a training step and a decode step of the real base, against their matrix products alone in the same run.
+"""`noria bench step`: a training step of the real base, against its matrix products alone in the same run. Decoding: `noria bench sampler`.
 
-What the fractions mean: a training step (score and pull) of T positions is made of 2.75 forward passes' layer products (pull recomputes all but the
-down projection, and multiplies once by each transposed weight) and three products of the head on its entries; a decode step of one forward pass
-and one head. What is missing to 1 is attention, adapters, norms, sampling, and memory traffic.
+What the fraction means: a training step (score and pull) of T positions is made of 2.75 forward passes' layer products (pull recomputes all but the
+down projection, and multiplies once by each transposed weight) and three products of the head on its entries. What is missing to 1 is attention,
+adapters, norms, and memory traffic.
 """
 
-import asyncio
 from typing import Any
 
 import jax
@@ -15,16 +14,12 @@ from rich.table import Table
 
 from noria.bench.ceiling import REPEATS, compare, head_matmul, layer_matmuls
 from noria.bench.executors import Subject, pass_gradient, upload
-from noria.clock import RealClock
-from noria.config import SamplerConfig
 from noria.learner.optimizer import empty_state
 from noria.model.placement import BaseParams, place
 from noria.model.weights import LoadedBase, load_base
-from noria.observe import SpanRecorder
 from noria.rl.losses import loss_table
 from noria.rl.packing import ENTRY_CHUNK, MicrobatchPlan, PlannedPiece, microbatch_shape, pack
-from noria.sampler.engine import SamplerEngine
-from noria.types import Entries, Piece, SampleRequest, SamplingParams
+from noria.types import Entries, Piece
 
 FORWARD_PASSES = 2.75
 HEAD_PASSES = 3
@@ -35,11 +30,7 @@ def measure(base_name: str = "smollm2-135m") -> dict[str, Any]:
     """Everything, as one JSON-ready object; minutes."""
     loaded = load_base(base_name)
     base = place(loaded.params)
-    return {
-        "base": base_name,
-        "train": [_train(loaded, base, positions) for positions in (256, 512)],
-        "decode": [_decode(loaded, base, lanes) for lanes in (8, 32, 64)],
-    }
+    return {"base": base_name, "train": [_train(loaded, base, positions) for positions in (256, 512)]}
 
 
 def table(result: dict[str, Any]) -> Table:
@@ -47,8 +38,6 @@ def table(result: dict[str, Any]) -> Table:
     shown = Table("work", "size", "per second", "of matmuls alone", title=f"{result['base']}, medians of {REPEATS} pairs")
     for row in result["train"]:
         shown.add_row("train", f"{row['positions']} positions", f"{row['positions_per_s']:.0f} positions", f"{row['fraction_of_matmuls']:.2f}")
-    for row in result["decode"]:
-        shown.add_row("decode", f"{row['lanes']} lanes", f"{row['tokens_per_s']:.0f} tokens", f"{row['fraction_of_matmuls']:.2f}")
     return shown
 
 
@@ -86,35 +75,3 @@ def _sequence(length: int, vocab_size: int, seed: int) -> Piece:
     ones, ints = np.ones(count, np.float32), np.zeros(count, np.int32)
     entries = Entries(predict_from, ids[predict_from + 1], ones, -ones, ones, ones, ints, ints)
     return Piece(ids, np.arange(length, dtype=np.int32), np.full(length, length, np.int32), entries)
-
-
-def _decode(loaded: LoadedBase, base: BaseParams, lanes: int) -> dict[str, Any]:
-    """Full lanes of one run, prompts of 32 ids, 16 tokens each."""
-    config, num_tokens = loaded.config, 16
-    settings = SamplerConfig(num_lanes=max(8, lanes), num_pages=512, max_context=128, steps_per_dispatch=num_tokens)
-    eos_id = loaded.tokenizer.eos_id
-    sampler = SamplerEngine(base, config, settings, rank_classes=(RANK,), eos_id=eos_id, spans=SpanRecorder(RealClock()))
-
-    async def sample_all(round_index: int) -> None:
-        params = [SamplingParams(num_tokens, seed=round_index, sample_index=lane) for lane in range(lanes)]
-        prompt = tuple(range(100, 132))
-        work = asyncio.gather(
-            *(sampler.sample(SampleRequest(f"{round_index}/{i}", "bench", "", f"{round_index}/{i}", prompt, p)) for i, p in enumerate(params))
-        )
-        while not work.done():
-            await asyncio.sleep(0)
-            sampler.step()
-        await work
-
-    rounds = iter(range(100))
-    layers, head = layer_matmuls(base, lanes), head_matmul(base, config, lanes)
-
-    def ceiling() -> None:
-        layers()
-        head()
-
-    asyncio.run(sample_all(next(rounds)))
-    before = sampler.counts.num_sampled
-    ratio = compare(lambda: asyncio.run(sample_all(next(rounds))), ceiling, num_tokens)
-    sampled = (sampler.counts.num_sampled - before) / REPEATS
-    return {"lanes": lanes, "tokens_per_s": sampled / ratio.seconds, "fraction_of_matmuls": ratio.fraction}

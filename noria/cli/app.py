@@ -35,7 +35,9 @@ app.command("train", epilog=examples("noria train my_run.toml", "noria train a.t
 )
 app.command("check", epilog=examples("noria check my_run.toml", "noria check my_run.toml --json | jq .estimate"))(diagnosis.check)
 app.command("doctor", epilog=examples("noria doctor", "noria doctor --state-dir runs --json"))(diagnosis.doctor)
-app.command("bench", epilog=examples("noria bench step --json", "noria bench replay --peer peft", "noria bench packing --quick"))(diagnosis.bench)
+app.command("bench", epilog=examples("noria bench step --json", "noria bench replay --peer peft", "noria bench sampler --case batches"))(
+    diagnosis.bench
+)
 app.command("version", epilog=examples("noria version"))(diagnosis.version)
 
 app.add_typer(runs_app, name="runs")

@@ -22,13 +22,24 @@ class Bench(StrEnum):
     REPLAY = "replay"
     PACKING = "packing"
     ADAPTERS = "adapters"
+    SAMPLER = "sampler"
     CONVERGENCE = "convergence"
 
 
 class Peer(StrEnum):
-    """What `noria bench replay` can be compared with."""
+    """What a bench can be compared with."""
 
     PEFT = "peft"
+    TRANSFORMERS = "transformers"
+    VLLM = "vllm"
+
+
+PEERS = {
+    Peer.PEFT: (Bench.REPLAY, "peers"),
+    Peer.TRANSFORMERS: (Bench.SAMPLER, "sampler_peer"),
+    Peer.VLLM: (Bench.SAMPLER, "sampler_vllm"),
+}
+"""Of each peer: the bench that is measured against it, and the module of noria.bench that does it."""
 
 
 def check(
@@ -99,13 +110,22 @@ def bench(
         Bench,
         typer.Argument(
             metavar="WHAT",
-            help="`step`: a training and a decode step against their matrix products. `replay`: shared prefixes against the same rows unshared "
+            help="`step`: a training step against its matrix products. `replay`: shared prefixes against the same rows unshared "
             "(speed, gradients, memory). `packing`: padding and programs under a stream of batches. `adapters`: 32 runs in one stream against one "
-            "after another. `convergence`: learning curves of shared and unshared gradients, and of stale data.",
+            "after another. `sampler`: decoding of batches, groups and many adapters, latencies, publishes, a learner beside it, long episodes. "
+            "`convergence`: learning curves of shared and unshared gradients, and of stale data.",
         ),
     ],
     peer: Annotated[
-        Peer | None, typer.Option(metavar="PEER", help="With `replay`: measure against another system in turn. `peft`: torch and PEFT, in .venv-ref.")
+        Peer | None,
+        typer.Option(
+            metavar="PEER",
+            help="Measure against another system in turn. With `replay`: `peft` (torch and PEFT, in .venv-ref). With `sampler`: `transformers` (in "
+            ".venv-ref), `vllm` (in .venv-vllm).",
+        ),
+    ] = None,
+    case: Annotated[
+        str | None, typer.Option(metavar="NAME", help="With `sampler`: one case alone, such as `batches`; what is unknown is refused with all names.")
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Tiny sizes, that only show that it runs; the result says so.")] = False,
     as_json: Json = False,
@@ -115,14 +135,16 @@ def bench(
     With --json the last line is one JSON object with all values and, under `bars`, what is asked of them and whether it is met.
     """
     with refusals():
-        if peer is not None and name is not Bench.REPLAY:
-            raise ConfigError(f"only `replay` is measured against a peer, not `{name}`: leave --peer out")
-        result, table = _measured(name, has_peer=peer is not None, quick=quick)
+        if peer is not None and name is not PEERS[peer][0]:
+            raise ConfigError(f"only `{PEERS[peer][0]}` is measured against {peer}, not `{name}`: leave --peer out")
+        if case is not None and name is not Bench.SAMPLER:
+            raise ConfigError(f"only `sampler` has cases that can be measured alone, not `{name}`: leave --case out")
+        result, table = _measured(name, peer, quick=quick, **({} if case is None else {"case": case}))
         show(result, table, as_json=as_json)
 
 
-def _measured(name: Bench, *, has_peer: bool, quick: bool) -> tuple[dict[str, Any], "RenderableType"]:
-    """A bench's JSON object and its table."""
+def _measured(name: Bench, peer: Peer | None, *, quick: bool, **options: str) -> tuple[dict[str, Any], "RenderableType"]:
+    """A bench's JSON object and its table. options: of its `measure`."""
     from importlib import import_module
 
     if name is Bench.STEP:
@@ -130,8 +152,8 @@ def _measured(name: Bench, *, has_peer: bool, quick: bool) -> tuple[dict[str, An
 
         measured = step.measure("tiny" if quick else "smollm2-135m")
         return measured, step.table(measured)
-    module = import_module(f"noria.bench.{'peers' if has_peer else name.value}")
-    report = module.measure(quick=quick)
+    module = import_module(f"noria.bench.{name.value if peer is None else PEERS[peer][1]}")
+    report = module.measure(quick=quick, **options)
     return report.as_json(), module.table(report)
 
 

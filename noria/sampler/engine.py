@@ -31,15 +31,19 @@ from noria.model.config import ModelConfig
 from noria.model.lora import HostAdapter, misfit, width_of
 from noria.model.placement import BaseParams
 from noria.protocols import Clock, Spans, Tokenizer
-from noria.sampler.pages import PAGE, PagePool
+from noria.sampler.pages import PAGE, PageCounts, PagePool
 from noria.sampler.requests import check_request
 from noria.sampler.runner import Runner, Shapes
-from noria.sampler.scheduler import Limits, Scheduler, Waiting
+from noria.sampler.scheduler import Limits, ScheduleCounts, Scheduler, Waiting
 from noria.sampler.sequence import DecodeDispatch, PrefillDispatch, Sampled, Sequence
 from noria.sampler.slots import SlotTable, SlotWrite
 from noria.sampler.stops import StopSearch, stops_of
 from noria.sampler.streams import Reply
 from noria.types import Completion, SampleRequest, Tokens
+
+MOVES_PER_LANE = 2
+"""Pages that a dispatch moves at most, each way, per lane of the widest program: a small part of its time, whatever the width (SmolLM2-135M, two CPU
+cores: 0.4 ms a page)."""
 
 
 @dataclass(slots=True)
@@ -124,7 +128,7 @@ class SamplerEngine:
         self._runner = Runner(base, model, config, rank_classes=rank_classes, shapes=shapes)
         self._slots = SlotTable(config.num_slots)
         shapes = self._runner.shapes
-        pool = PagePool(config.num_pages, self._runner.num_host_places)
+        pool = PagePool(config.num_pages, self._runner.num_host_places, max_moves=MOVES_PER_LANE * shapes.lanes[-1])
         limits = Limits(
             shapes.lanes,
             shapes.rows[-1],
@@ -132,6 +136,7 @@ class SamplerEngine:
             fixed=shapes.fixed,
             max_waiting=config.max_waiting,
             recomputes=config.kv_on_publish == "recompute",
+            shares_prefixes=self._runner.shares_prefixes,
         )
         self._scheduler = Scheduler(pool, self._slots, limits)
         self._tickets: dict[Sequence, _Ticket] = {}
@@ -203,7 +208,8 @@ class SamplerEngine:
         return True
 
     def publish(self, run_id: str, version: int, adapter: HostAdapter, scale: float) -> None:
-        """Make `version` the run's newest; it needs no slot, and whoever samples it next brings it into one.
+        """Make `version` the run's newest; it needs no slot, and whoever samples it next brings it into one. Requests that came before and name the
+        version that was the newest then keep it.
 
         adapter: of any width that fits in a slot; kept as it is, not copied, so nobody may write into it. scale: `LoraSpec.scale`.
 
@@ -216,6 +222,7 @@ class SamplerEngine:
             problem = f"its width is {width}, the slots have {self._max_rank}"
         if problem is not None or not math.isfinite(scale):
             raise InvalidRequestError(f"cannot publish run {run_id!r} version {version}: {problem or f'its scale is {scale}'}")
+        self._take_inbox()
         self._slots.advance(run_id, version, _Published(adapter, scale))
         if self._config.kv_on_publish == "recompute":
             self._scheduler.publish_moved(run_id)
@@ -289,6 +296,16 @@ class SamplerEngine:
         return self._slots.num_known
 
     @property
+    def schedule_counts(self) -> ScheduleCounts:
+        """What admission has found in the prefix cache, and what was preempted; the engine's own, not to be changed."""
+        return self._scheduler.counts
+
+    @property
+    def page_counts(self) -> PageCounts:
+        """What has been given up, and what has moved to host memory and back; the engine's own, not to be changed."""
+        return self._scheduler.pool.counts
+
+    @property
     def num_held_pages(self) -> int:
         """KV pages in use by requests; cached pages that nobody uses do not count."""
         return self._scheduler.pool.num_held
@@ -321,7 +338,7 @@ class SamplerEngine:
         with self._spans.span("sampler", "prefill"):
             scored = self._runner.prefill(dispatch)
         self._scheduler.complete_prefill(dispatch, scored)
-        self.counts.num_prefills += 1
+        self.counts.num_prefills += bool(dispatch.rows)
         self.counts.num_prefilled += sum(len(row.ids) for row in dispatch.rows)
 
     def _decode(self, dispatch: DecodeDispatch) -> None:

@@ -19,8 +19,7 @@ import numpy as np
 
 from noria.model.config import ModelConfig
 from noria.model.params import aligned_empty
-from noria.sampler.pages import PAGE
-from noria.sampler.sequence import PageMove
+from noria.sampler.pages import PAGE, PageMove
 from noria.types import IntArray
 
 MOVE_WIDTH = 16

@@ -14,7 +14,7 @@ measured (two CPU cores, JAX 0.10 and 0.12): up to rows of 128 floats or a littl
     U group of rows   E row of a group   F kv heads folded into one   J = K / F   Q queries of such a head   Z = F * H
 """
 
-from functools import partial
+from functools import cache, partial
 from typing import NamedTuple
 
 import jax
@@ -23,9 +23,6 @@ import numpy as np
 
 from noria.sampler.pages import PAGE
 from noria.sampler.sequence import BLOCK_PAGES, LANES_PER_TILE
-
-_DECODE_PAGES = 4
-"""Pages of a key block with one query per row: 64 positions. Larger blocks are no faster for long rows, and half as fast for rows of 64."""
 
 _CHUNK_PAGES = 8
 """Pages of a key block with many queries per row: smaller ones are 10 % slower, larger ones no faster."""
@@ -36,8 +33,6 @@ _MIN_WIDTH, _MAX_WIDTH = 128, 320
 _HIGHEST = jax.lax.Precision.HIGHEST
 _NEVER = -1e30
 """Below every score: a start for running maxima whose differences are finite, unlike those of -inf."""
-
-assert BLOCK_PAGES % _DECODE_PAGES == 0, "shared pages end on the border of a decode block"
 
 
 class _Keys(NamedTuple):
@@ -80,12 +75,12 @@ def attend_rows(
     """Queries of row r attend to the keys of row r's pages at positions up to their own; out [R, C, N, H], float32.
 
     k_pages, v_pages [pages, PAGE, K, H]; table_RP: page numbers in order. rows_per_group divides R. num_shared_U: so many pages
-    from position 0 on are the same in all rows of a group that belong to a request, and end before the rows' first positions; a multiple of
-    BLOCK_PAGES, 0 for none. None: no group shares.
+    from position 0 on are the same in all rows of a group that belong to a request, and end before the rows' first positions; 0 for none. None: no
+    group shares.
     """
     num_rows, length, num_heads, size = q_RCNH.shape
     num_kv = k_pages.shape[2]
-    block_pages = _DECODE_PAGES if length == 1 else _CHUNK_PAGES
+    block_pages = BLOCK_PAGES if length == 1 else _CHUNK_PAGES
     num_folded = _num_folded(num_kv, size) if length == 1 else 1
     q_UJEQZ = _queries(q_RCNH, num_kv, num_folded, rows_per_group)
     num_groups, num_queries = q_UJEQZ.shape[0], q_UJEQZ.shape[3]
@@ -113,6 +108,7 @@ def attend_rows(
     return _outputs(out_UJEQZ, num_folded, (num_rows, length, num_heads, size))
 
 
+@cache
 def shares_exactly(num_heads: int, num_kv: int, size: int) -> bool:
     """Whether lanes get the same bits from a shared prefix as from their own reading of it: sharing must not be seen by a seeded request.
 

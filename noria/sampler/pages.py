@@ -11,13 +11,14 @@ for what only that request may find. So no page is ever found by another run, by
     free               none of these
 
 Pages are given up here, and moved by the next dispatch: first its stores, so that a page may have another owner in the same plan, then its loads.
+A dispatch makes so many moves at most, so that it holds up nobody for long: `make_room` stores no more in one plan, and loads wait for their turn.
 This module deliberately knows no arrays, no time and no requests.
 """
 
 import heapq
 from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
-from itertools import count
+from itertools import count, islice
 from typing import NamedTuple, TypeAlias, final
 
 from noria.types import Ids
@@ -29,8 +30,11 @@ Namespace: TypeAlias = tuple[str, Hashable]
 """(run id, version), (run id, episode id), or (run id, what stands for one request)."""
 
 
-Move: TypeAlias = tuple[int, int]
-"""(page, place in host memory): one is copied to the other before the dispatch."""
+class PageMove(NamedTuple):
+    """A page of the device and a place in host memory: one is copied to the other before the dispatch."""
+
+    page: int
+    place: int
 
 
 @dataclass(eq=False, slots=True)
@@ -108,8 +112,10 @@ class PageCounts:
 class PagePool:
     """Owner of the page numbers 1 .. num_pages - 1, of the places in host memory and of the prefix cache. Touched by the device thread only."""
 
-    def __init__(self, num_pages: int, num_host_places: int = 0) -> None:
+    def __init__(self, num_pages: int, num_host_places: int = 0, *, max_moves: int = 64) -> None:
+        """max_moves: most pages that one dispatch stores, and most that it loads."""
         self.num_pages = num_pages
+        self.max_moves = max_moves
         self.counts = PageCounts()
         self._free = list(range(num_pages - 1, 0, -1))
         self._content = [Content(0) for _ in range(num_pages)]
@@ -153,8 +159,29 @@ class PagePool:
             node = child
         return Match(tuple(chain), None, 0)
 
-    def keep(self, nodes: tuple[Node, ...]) -> None:
-        """A request starts to use these nodes and, through them, their pages; stored ones are loaded. The caller has checked `num_missing`."""
+    def make_room(self, num_pages: int, beside: Iterable[Node] = ()) -> bool:
+        """Give up least recently used cached pages until `take` finds so many, and `keep` of the nodes `beside` those that it needs. The caller has
+        checked `num_missing`.
+
+        False: it would take more stores than a dispatch makes; to be asked for again in the next plan.
+        """
+        contents = [node.content for node in beside]
+        num_pages += sum(not content.page for content in contents)
+        if len(self._free) < num_pages:
+            for content in contents:
+                self._hold(content)
+            while len(self._free) < num_pages and self._places.num_stores < self.max_moves:
+                self._evict_one()
+            now = next(self._tick)
+            for content in contents:
+                self._unhold(content, now)
+        return len(self._free) >= num_pages
+
+    def keep(self, nodes: tuple[Node, ...]) -> int:
+        """A request starts to use these nodes and, through them, their pages; stored ones are loaded. The caller has checked `num_missing`.
+
+        Returns the number of the last load, planned now or before, that it must wait for (`loads_through`); 0 for none.
+        """
         for node in nodes:
             node.num_users += 1
             self._hold(node.content)
@@ -163,6 +190,7 @@ class PagePool:
                 self._place_on_device(node.content)
                 self._places.plan_load(node.content)
                 self.counts.num_loaded += 1
+        return self._places.last_load(node.content for node in nodes)
 
     def release(self, nodes: tuple[Node, ...]) -> None:
         """The request no longer uses these nodes; they stay cached until their pages are needed."""
@@ -233,9 +261,19 @@ class PagePool:
         for namespace in [namespace for namespace in self._roots if namespace[0] == run_id]:
             self.drop(namespace)
 
-    def take_moves(self) -> tuple[list[Move], list[Move]]:
-        """Stores and loads since the last call, for the next dispatch: stores first, then loads, then everything that writes to pages."""
-        return self._places.take_moves()
+    @property
+    def has_moves(self) -> bool:
+        """The next dispatch has pages to move."""
+        return self._places.has_moves
+
+    @property
+    def loads_through(self) -> int:
+        """Loads are made in the order of their numbers: that of the last that the next dispatch makes, unless there are more by then."""
+        return self._places.loads_through(self.max_moves)
+
+    def take_moves(self) -> tuple[list[PageMove], list[PageMove]]:
+        """Stores and loads for the plan's dispatch: stores first, then loads, then everything that writes to pages. Ends the plan."""
+        return self._places.take_moves(self.max_moves)
 
     # The trie
 
@@ -358,8 +396,25 @@ class _Places:
         self._free = list(range(num_places - 1, -1, -1))
         self._stored: dict[Content, None] = {}  # in host memory only, first stored first
         self._copied: dict[Content, None] = {}  # there and on the device
-        self._stores: dict[Content, Move] = {}
-        self._loads: dict[Content, None] = {}
+        self._stores: dict[Content, PageMove] = {}
+        self._loads: dict[Content, int] = {}  # and their numbers, ascending
+        self._num_loads = 0
+
+    @property
+    def num_stores(self) -> int:
+        return len(self._stores)
+
+    @property
+    def has_moves(self) -> bool:
+        return bool(self._stores or self._loads)
+
+    def loads_through(self, most: int) -> int:
+        """The number of the last of that many loads to come."""
+        return next(islice(self._loads.values(), most - 1, None), self._num_loads)
+
+    def last_load(self, contents: Iterable[Content]) -> int:
+        """The largest number of their loads to come, 0 for none."""
+        return max((self._loads.get(content, 0) for content in contents), default=0)
 
     def make_room(self) -> bool:
         """A place is free, if need be that of a content that is on the device as well."""
@@ -376,7 +431,7 @@ class _Places:
         num_moves = 0
         if content.place is None:
             content.place = self._free.pop()
-            self._stores[content] = (content.page, content.place)
+            self._stores[content] = PageMove(content.page, content.place)
             num_moves = 1
         self._loads.pop(content, None)
         self._copied.pop(content, None)
@@ -385,7 +440,8 @@ class _Places:
 
     def plan_load(self, content: Content) -> None:
         del self._stored[content]
-        self._loads[content] = None
+        self._num_loads += 1
+        self._loads[content] = self._num_loads
 
     def leave(self, content: Content) -> None:
         """It needs its place no more, and no move that was planned for it."""
@@ -395,12 +451,14 @@ class _Places:
             for kept in (self._stored, self._copied, self._stores, self._loads):
                 kept.pop(content, None)
 
-    def take_moves(self) -> tuple[list[Move], list[Move]]:
-        loads = [(content.page, content.place) for content in self._loads if content.place is not None]
-        self._copied |= self._loads
-        stores = list(self._stores.values())
+    def take_moves(self, most_loads: int) -> tuple[list[PageMove], list[PageMove]]:
+        stores, loads = list(self._stores.values()), []
         self._stores.clear()
-        self._loads = {}
+        for content in list(islice(self._loads, most_loads)):
+            assert content.place is not None
+            loads.append(PageMove(content.page, content.place))
+            del self._loads[content]
+            self._copied[content] = None
         return stores, loads
 
 

@@ -20,6 +20,7 @@ class Prefills:
         self._slots = slots
         self._tenants = tenants
         self._prefills: list[Prefill] = []
+        self._scored_last: set[str] = set()  # tenants of whose prefills a scored one last opened a dispatch
 
     def __bool__(self) -> bool:
         return bool(self._prefills)
@@ -46,29 +47,36 @@ class Prefills:
             source=match.source,
             start=start,
             next_position=match.num_positions,
+            last_load=sequence.last_load,
             scored=sequence if sequence.wants_scores else None,
         )
         self._prefills.append(prefill)
         return nodes
 
     def plan_rows(self, limit: int) -> tuple[list[PageCopy], list[PrefillRow], set[str]]:
-        """The next dispatch's copies, rows and runs. There is a prefill.
+        """The next dispatch's copies, rows and runs; none while all prefills wait for pages to be loaded.
 
         Row by row the tenant with the least service: its oldest prefill first, then whichever is nearest to its end, so that a long prompt neither
-        holds up short ones nor is held up by them. Rows with and without targets are of different programs, and so never in one dispatch. The first
-        of all prefills can always run: what it builds on was started before it, or filled when it started.
+        holds up short ones nor is held up by them. Rows with and without targets are of different programs, and so never in one dispatch: of one
+        tenant the two kinds take turns. Once its loads are made, the first of all prefills can run: what it builds on was started before it, or
+        filled when it started.
         """
         copies: list[PageCopy] = []
         rows: list[PrefillRow] = []
         runs, served = set[str](), set[str]()
-        without_slot = set[Prefill]()
-        while len(rows) < limit and (runnable := [p for p in self._prefills if p not in without_slot and _can_join(rows, p)]):
+        loads_through = self._pool.loads_through
+        waiting = {p for p in self._prefills if p.last_load > loads_through}
+        while len(rows) < limit and (runnable := [p for p in self._prefills if p not in waiting and _can_join(rows, p)]):
             tenant = min((p.tenant for p in runnable), key=lambda name: self._tenants[name].service)
             own = [p for p in runnable if p.tenant == tenant]
+            if not rows:
+                own = [p for p in own if p.is_scored != (tenant in self._scored_last)] or own
             prefill = min(own, key=lambda p: p.num_remaining) if tenant in served else own[0]
             if not self._slots.bring(prefill.run_id, prefill.version):
-                without_slot.add(prefill)
+                waiting.add(prefill)
                 continue
+            if not rows:
+                (self._scored_last.add if prefill.is_scored else self._scored_last.discard)(tenant)
             served.add(tenant)
             runs.add(prefill.run_id)
             if prefill.source is not None:
@@ -111,4 +119,4 @@ class Prefills:
 
 
 def _can_join(rows: list[PrefillRow], prefill: Prefill) -> bool:
-    return prefill.can_run and (not rows or bool(rows[0].targets) == (prefill.scored is not None))
+    return prefill.can_run and (not rows or bool(rows[0].targets) == prefill.is_scored)

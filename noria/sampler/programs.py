@@ -97,7 +97,7 @@ class _Positions(NamedTuple):
     position_W: jax.Array
     page_W: jax.Array
     table: jax.Array
-    num_shared_U: jax.Array
+    num_shared_U: jax.Array | None
 
 
 class _Shape(NamedTuple):
@@ -150,8 +150,7 @@ def prefill(resident: Resident, k: Pool, v: Pool, rows: Rows, *, config: ModelCo
     position_RC = rows.start_R[:, None] + offset_C
     is_real_RC = offset_C < rows.length_R[:, None]
     page_RC = jnp.where(is_real_RC, rows.table_RP[jnp.arange(num_rows)[:, None], position_RC // PAGE], 0)
-    num_shared_U = jnp.zeros(num_rows // ROWS_PER_GROUP, jnp.int32)
-    at = _Positions(rows.id_RC.reshape(-1), position_RC.reshape(-1), page_RC.reshape(-1), rows.table_RP, num_shared_U)
+    at = _Positions(rows.id_RC.reshape(-1), position_RC.reshape(-1), page_RC.reshape(-1), rows.table_RP, num_shared_U=None)
     plan = plan_rows(resident.slots, rows.slot_R)
     hidden_RCD, k, v = _forward(resident, k, v, at, plan, config=config, shape=_Shape(CHUNK, ROWS_PER_GROUP))
     return (_score(resident, hidden_RCD, rows, config) if is_scored else None), k, v

@@ -25,6 +25,7 @@ from noria.sampler import programs
 from noria.sampler.adapters import AdapterSlots, visits_rows
 from noria.sampler.draw import Choice
 from noria.sampler.host_pages import HostPages
+from noria.sampler.paged_attention import shares_exactly
 from noria.sampler.pages import PAGE
 from noria.sampler.programs import Lanes, Pool, Resident, Rows, Scores, Tokens
 from noria.sampler.sequence import (
@@ -106,8 +107,14 @@ class Runner:
         """Pages that host memory has places for."""
         return self._host.num_places
 
+    @property
+    def shares_prefixes(self) -> bool:
+        """A prefix that lanes have in common may be read once for all of them: no bit changes."""
+        return shares_exactly(self._model.num_heads, self._model.num_kv_heads, self._model.head_dim)
+
     def warm_up(self) -> None:
         """Compile every program of the closed set. Takes seconds per program for deep models; without it, the first use compiles."""
+        self._k, self._v = self._host.warm_up(self._k, self._v)  # first: it may commit the pools to their device
         for width in self.shapes.lanes:
             for lanes_per_row in (1,) if visits_rows() else (LANES_PER_TILE, 1):
                 self._run_decode(self._empty_lanes(width, lanes_per_row))
@@ -115,12 +122,14 @@ class Runner:
             for is_scored in (False, True):
                 self._run_prefill(self._empty_rows(num_rows), is_scored=is_scored)
         self.copy_pages([PageCopy(0, 0)])
-        self._k, self._v = self._host.warm_up(self._k, self._v)
         self._slots.warm_up()
 
     def prefill(self, dispatch: PrefillDispatch) -> list[Scored]:
         """Write the K/V of all rows. Returns when the device is done: what each row with targets came to, in order."""
         self._move_pages(dispatch)
+        if not dispatch.rows:
+            jax.block_until_ready(self._k[-1])
+            return []
         num_rows = self.shapes.fixed[1] if dispatch.is_fixed else _smallest(self.shapes.rows, len(dispatch.rows))
         is_scored = any(row.targets for row in dispatch.rows)
         scores = self._run_prefill(_pack_rows(dispatch, self._empty_rows(num_rows)), is_scored=is_scored)

@@ -42,14 +42,13 @@ from noria.sampler.sequence import (
     LANES_PER_TILE,
     DecodeDispatch,
     PageCopy,
-    PageMove,
     PrefillDispatch,
     Sampled,
     Scored,
     Sequence,
 )
 from noria.sampler.slots import SlotTable
-from noria.sampler.tenants import DECODE_CHARGE, Tenants
+from noria.sampler.tenants import DECODE_CHARGE, Tenant, Tenants
 from noria.sampler.tiles import Lane, lanes_per_tile, pack
 
 ROOM_TO_GROW = 2
@@ -74,7 +73,8 @@ class Limits:
 
     widths: lanes of the decode programs, multiples of 8, ascending; the last is the most. num_rows: most rows of a prefill dispatch. num_steps: most
     decode steps of one dispatch. fixed: lanes and rows of dispatches with requests of deterministic runs; None: as many as any. max_waiting: requests
-    of one tenant. recomputes: after a publish, unfinished requests are prefilled again (`kv_on_publish`).
+    of one tenant. recomputes: after a publish, unfinished requests are prefilled again (`kv_on_publish`). shares_prefixes: lanes may read a prefix
+    that they have in common once for all.
     """
 
     widths: tuple[int, ...]
@@ -83,6 +83,7 @@ class Limits:
     fixed: tuple[int, int] | None = None
     max_waiting: int = 4096
     recomputes: bool = False
+    shares_prefixes: bool = True
 
 
 @dataclass(slots=True)
@@ -210,9 +211,11 @@ class Scheduler:
 
     def waiting(self) -> list[Waiting]:
         """Every unfinished request, with what it waits for."""
-        found = []
+        found, loads_through = [], self.pool.loads_through
         for s in self._active:
             reason: Reason = self._left_out.get(s, "decoding") if s.is_prefilled else "prefill"
+            if s.last_load > loads_through:
+                reason = "pages"
             found.append(Waiting(s.request.request_id, s.request.tenant, 0, reason))
         for tenant in self._tenants:
             reason = "lanes" if self._blocked_on_pages is None else "pages" if self._blocked_on_pages == tenant.name else "fairness"
@@ -225,14 +228,15 @@ class Scheduler:
         Prefill rows go first, but never twice in a row while lanes could decode: a long prompt stalls no one.
         """
         self._admit()
-        ready = [sequence for sequence in self._active if sequence.is_prefilled]
+        loads_through = self.pool.loads_through
+        ready = [sequence for sequence in self._active if sequence.is_prefilled and sequence.last_load <= loads_through]
         if self._prefilled_last or not self._prefills:
             ready = self._with_pages(ready)
             if ready:
                 self._prefilled_last = False
                 return self._plan_decode(ready)
         self._prefilled_last = bool(self._prefills)
-        return self._plan_prefill() if self._prefills else None
+        return self._plan_prefill() if self._prefills or self.pool.has_moves else None
 
     def complete_prefill(self, dispatch: PrefillDispatch, scored: Many[Scored]) -> None:
         """Record the log-probabilities of prompt ids that a dispatch found, for its rows with targets in order."""
@@ -262,21 +266,28 @@ class Scheduler:
         self._blocked_on_pages = None
         while (tenant := self._tenants.next_to_admit(self._limits.widths[-1])) is not None:
             sequence = tenant.first()
-            needs = self._needs(sequence)
-            if (missing := self._num_missing(sequence, needs)) > 0:
-                victims = self._claims().yielding_to(tenant, missing, len(needs.match.chain) + needs.num_new + needs.num_own)
-                for victim in victims:
-                    self._preempt(victim)
-                if victims:
-                    needs = self._needs(sequence)
-                if not victims or self._num_missing(sequence, needs) > 0:
-                    self._blocked_on_pages = tenant.name
-                    return
+            needs = self._needs_met(tenant, sequence)
+            if needs is None:
+                self._blocked_on_pages = tenant.name
+                return
             self._place(sequence, needs)
             self._active[tenant.pop()] = None
             tenant.num_active += 1
             if sequence.turn < 0:
                 sequence.turn = next(self._turns)
+
+    def _needs_met(self, tenant: Tenant, sequence: Sequence) -> _Needs | None:
+        """What a request is to be admitted with, for which others may give way; None while it must wait for pages."""
+        needs = self._needs(sequence)
+        if (missing := self._num_missing(sequence, needs)) > 0:
+            victims = self._claims().yielding_to(tenant, missing, len(needs.match.chain) + needs.num_new + needs.num_own)
+            for victim in victims:
+                self._preempt(victim)
+            if victims:
+                needs = self._needs(sequence)
+            if not victims or self._num_missing(sequence, needs) > 0:
+                return None
+        return needs if self.pool.make_room(needs.num_new + needs.num_own, needs.kept) else None
 
     def _needs(self, sequence: Sequence) -> _Needs:
         request, prefix = sequence.request, sequence.filled_ids
@@ -326,7 +337,7 @@ class Scheduler:
         """Give a request its pages, sharing what is cached, and start a prefill for what is not."""
         num_prefix = len(sequence.filled_ids)
         match, num_full = needs.match, num_prefix // PAGE
-        self.pool.keep(needs.kept)
+        sequence.last_load = self.pool.keep(needs.kept)
         is_mixed = needs.namespace[1] != needs.version and match.num_positions > 0
         sequence.namespace, sequence.kv_version = needs.namespace, None if is_mixed else needs.version
         nodes = needs.kept
@@ -335,7 +346,7 @@ class Scheduler:
         sequence.chain, sequence.source = nodes[:num_full], nodes[num_full] if len(nodes) > num_full else None
         sequence.own_pages = self.pool.take(needs.num_own)
         sequence.table = [node.page for node in sequence.chain] + sequence.own_pages
-        sequence.block_pages = tuple(sequence.table[BLOCK_PAGES - 1 : num_full : BLOCK_PAGES])
+        sequence.block_ends = tuple(sequence.table[BLOCK_PAGES - 1 : num_full : BLOCK_PAGES])
         self.counts.num_asked += num_prefix
         self.counts.num_found += match.num_positions
         self.counts.num_recomputed += max(0, min(sequence.num_filled, num_prefix) - match.num_positions)
@@ -343,16 +354,20 @@ class Scheduler:
     # Preemption
 
     def _with_pages(self, ready: list[Sequence]) -> list[Sequence]:
-        """Give each the pages that the next dispatch may write, the first admitted first; those of them that are still active."""
+        """Give each the pages that the next dispatch may write, the first admitted first; those of them that have them."""
+        self._left_out = {}
         for sequence in sorted(ready, key=lambda s: s.turn):
             while sequence in self._active and (missing := sequence.num_pages_for(self._limits.num_steps) - len(sequence.table)) > 0:
                 if self.pool.num_missing(missing) > 0:
                     self._preempt(self._claims().least())
+                elif not self.pool.make_room(missing):
+                    self._left_out[sequence] = "pages"
+                    break
                 else:
                     pages = self.pool.take(missing)
                     sequence.own_pages += pages
                     sequence.table += pages
-        return [sequence for sequence in ready if sequence in self._active]
+        return [sequence for sequence in ready if sequence in self._active and sequence not in self._left_out]
 
     def _claims(self) -> Claims:
         return Claims(self._tenants, self._active, lambda sequence: not self._is_deterministic(sequence))
@@ -375,7 +390,7 @@ class Scheduler:
     def _plan_prefill(self) -> PrefillDispatch:
         limit = self._fixed_rows if self._prefills.has_run(self._deterministic) else self._limits.num_rows
         copies, rows, runs = self._prefills.plan_rows(limit)
-        return PrefillDispatch(copies, rows, bool(runs & self._deterministic), *self._moves())
+        return PrefillDispatch(copies, rows, bool(runs & self._deterministic), *self.pool.take_moves())
 
     def _plan_decode(self, ready: list[Sequence]) -> DecodeDispatch:
         """Choose lanes and pack them into tiles."""
@@ -386,7 +401,7 @@ class Scheduler:
         tiles = pack(self._choose_lanes(ready, num_per_tile, limit // num_per_tile), num_per_tile)
         copies = [copy for tile in tiles for sequence in tile.sequences for copy in self._own_source(sequence)]
         is_fixed = any(self._is_deterministic(tile.sequences[0]) for tile in tiles)
-        return DecodeDispatch(copies, tiles, is_fixed, num_per_tile, *self._moves())
+        return DecodeDispatch(copies, tiles, is_fixed, num_per_tile, *self.pool.take_moves())
 
     def _choose_lanes(self, ready: list[Sequence], num_per_tile: int, max_tiles: int) -> list[Lane]:
         """Tenants take turns by service, each with its first admitted requests first; a lane opens a tile, or joins one of its adapter version."""
@@ -397,7 +412,6 @@ class Scheduler:
         heapq.heapify(turns)
         room: Counter[tuple[str, int]] = Counter()
         lanes: list[Lane] = []
-        self._left_out = {}
         num_tiles = 0
         while turns:
             service, index, name = heapq.heappop(turns)
@@ -410,7 +424,8 @@ class Scheduler:
                     num_tiles += 1
                     room[adapter] = num_per_tile
                 room[adapter] -= 1
-                lanes.append(Lane(sequence, self._slots.slot(*adapter), adapter[1], not self._is_deterministic(sequence)))
+                can_share = self._limits.shares_prefixes and not self._is_deterministic(sequence)
+                lanes.append(Lane(sequence, self._slots.slot(*adapter), adapter[1], can_share))
                 service += DECODE_CHARGE / self._tenants[name].weight
             if queues[name]:
                 heapq.heappush(turns, (service, index, name))
@@ -427,11 +442,6 @@ class Scheduler:
             yield PageCopy(sequence.source.page, sequence.own_pages[0])
             self.pool.release((sequence.source,))
             sequence.source = None
-
-    def _moves(self) -> tuple[list[PageMove], list[PageMove]]:
-        """The last thing of a plan: nothing is given up after it."""
-        stores, loads = self.pool.take_moves()
-        return [PageMove(*move) for move in stores], [PageMove(*move) for move in loads]
 
     def _is_deterministic(self, sequence: Sequence) -> bool:
         return sequence.request.run_id in self._deterministic
@@ -456,18 +466,18 @@ class Scheduler:
     def _withdraw(self, sequence: Sequence) -> None:
         """It is active no more and holds no pages."""
         del self._active[sequence]
+        self._left_out.pop(sequence, None)
         self._tenants[sequence.request.tenant].num_active -= 1
         self.pool.give_back(sequence.own_pages)
         if sequence.source is not None:
             self.pool.release((sequence.source,))
         self.pool.release(sequence.chain)
-        sequence.chain, sequence.source, sequence.own_pages, sequence.table, sequence.block_pages = (), None, [], [], ()
+        sequence.chain, sequence.source, sequence.own_pages, sequence.table, sequence.block_ends = (), None, [], [], ()
         self._prefills.trim()
 
     def _end(self, sequence: Sequence) -> None:
         request = sequence.request
         self._unfinished.remove(sequence)
-        self._left_out.pop(sequence, None)
         self.pool.drop((request.run_id, sequence))
         if request.version is not None:
             self._slots.release(request.run_id, request.version)

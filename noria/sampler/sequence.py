@@ -13,7 +13,7 @@ from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from noria.sampler.pages import PAGE, Namespace, Node
+from noria.sampler.pages import PAGE, Namespace, Node, PageMove
 from noria.types import Completion, FinishReason, Ids, SampleRequest, TopIds
 
 LANES_PER_TILE = 8
@@ -22,8 +22,9 @@ LANES_PER_TILE = 8
 CHUNK = 32
 """Positions of a prefill row."""
 
-BLOCK_PAGES = 8
-"""Pages that attention reads at once; a shared prefix is a multiple of it."""
+BLOCK_PAGES = 4
+"""Pages that decoding's attention reads at once; a shared prefix is a multiple of it. Larger blocks are no faster for long rows, half as fast for
+rows of 64, and share less."""
 
 MAX_STOP_IDS = 8
 """Stop ids of one request, the model's end-of-text id included: the width of a device array."""
@@ -36,10 +37,11 @@ class Sequence:
     stop_ids: the request's and the model's end-of-text id, sorted. deadline_s: by the engine's clock; then it is `expired`. is_stopped: its text has
     come to contain a stop text, with the last sampled token. num_mixed: tokens sampled over K/V of another version. prompt_logprobs, prompt_top: of
     the prompt's ids but the first, if the request wants them, filled as its rows run. arrival, turn: its number among all that were submitted, and
-    among all that were admitted, which it keeps when preempted; then num_filled is how many positions it had filled.
+    among all that were admitted, which it keeps when preempted; then num_filled is how many positions it had filled. last_load: number of the last
+    load of a page that it waits for.
     Set at admission: namespace, kv_version (the version of all its K/V so far, None if mixed), chain (the shared full pages it keeps), source (a
     shared page to be copied into the first own page before decoding), own_pages (grown as it decodes), table (chain's pages, then own pages, in
-    position order), block_pages (the last of each BLOCK_PAGES pages of the chain: who has it in common has all before it in common, but for doubles).
+    position order), block_ends (the last of each BLOCK_PAGES pages of the chain: who has it in common has all before it in common, but for doubles).
     """
 
     request: SampleRequest
@@ -56,13 +58,14 @@ class Sequence:
     arrival: int = 0
     turn: int = -1
     num_filled: int = 0
+    last_load: int = 0
     namespace: Namespace = ("", 0)
     kv_version: int | None = None
     chain: tuple[Node, ...] = ()
     source: Node | None = None
     own_pages: list[int] = field(default_factory=list)
     table: list[int] = field(default_factory=list)
-    block_pages: tuple[int, ...] = ()
+    block_ends: tuple[int, ...] = ()
 
     @property
     def position(self) -> int:
@@ -145,8 +148,8 @@ class Prefill:
     """The K/V of a prompt's positions `next_position` to `stop` (exclusive) that no page holds yet: independent of the request that asked first.
 
     nodes: the pages to be filled, in order; the first begins at position `start`. table: all pages from position 0 on. parent: the node before them,
-    filled by an earlier prefill at the latest. source: a page whose first ids agree, to be copied into the first node. scored: the request that wants
-    the log-probabilities of these ids, whose alone the prefill is then.
+    filled by an earlier prefill at the latest. source: a page whose first ids agree, to be copied into the first node. last_load: as of a sequence.
+    scored: the request that wants the log-probabilities of these ids, whose alone the prefill is then.
     """
 
     tenant: str
@@ -159,6 +162,7 @@ class Prefill:
     source: Node | None
     start: int
     next_position: int
+    last_load: int
     scored: Sequence | None = None
 
     @property
@@ -171,6 +175,10 @@ class Prefill:
         return self.start + PAGE * (len(self.nodes) - 1) + len(self.nodes[-1].ids) if self.nodes else self.start
 
     @property
+    def is_scored(self) -> bool:
+        return self.scored is not None
+
+    @property
     def can_run(self) -> bool:
         """What it builds on has been filled, or is filled by rows before its own."""
         return (self.parent is None or self.parent.is_filled) and (self.source is None or self.source.is_filled)
@@ -181,13 +189,6 @@ class PageCopy(NamedTuple):
 
     source: int
     target: int
-
-
-class PageMove(NamedTuple):
-    """A page of the device and a place in host memory: one is copied to the other before the dispatch."""
-
-    page: int
-    place: int
 
 
 class PrefillRow(NamedTuple):
@@ -221,6 +222,7 @@ class LaneTile(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class PrefillDispatch:
     """Fill pages: stores, loads and copies first, in this order; then all rows at once (a layer writes the K/V of all rows before it attends).
+    Without rows it only moves pages.
 
     is_fixed: run it in the one shape of deterministic runs, since a row is of one. stores: from the device to the host; loads: back.
     """

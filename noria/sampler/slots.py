@@ -113,10 +113,6 @@ class SlotTable:
 
     # Slots
 
-    def needed(self, run_id: str, version: int) -> int | None:
-        """The slot that a kept version lies in, None if it would have to be brought. Raises UnknownVersionError if it is not kept."""
-        return self._find(run_id, version).slot
-
     def bring(self, run_id: str, version: int) -> bool:
         """Have a kept version in a slot for this plan's dispatch; `slot` then says which.
 

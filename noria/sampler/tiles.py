@@ -51,10 +51,10 @@ def _alike_together(sequences: list[Sequence], num_per_tile: int) -> list[Sequen
     """Those that begin with the same block of pages next to each other: first what fills whole tiles, then what is left of each kind."""
     kinds: dict[tuple[int, ...], list[Sequence]] = {}
     for sequence in sequences:
-        kinds.setdefault(sequence.block_pages[:1], []).append(sequence)
+        kinds.setdefault(sequence.block_ends[:1], []).append(sequence)
     whole, rest = [], []
     for alike in kinds.values():
-        alike.sort(key=lambda sequence: sequence.block_pages)
+        alike.sort(key=lambda sequence: sequence.block_ends)
         cut = len(alike) - len(alike) % num_per_tile
         whole += alike[:cut]
         rest += alike[cut:]
@@ -66,7 +66,7 @@ def _num_shared(sequences: list[Sequence]) -> int:
     if len(sequences) == 1:
         return 0
     num_blocks = 0
-    for pages in zip(*(sequence.block_pages for sequence in sequences), strict=False):
+    for pages in zip(*(sequence.block_ends for sequence in sequences), strict=False):
         if len(set(pages)) > 1:
             break
         num_blocks += 1
