@@ -149,18 +149,18 @@ class Footprint(NamedTuple):
 def footprint(sampler):
     gc.collect()
     arrays = jax.live_arrays()
-    num_objects, object_bytes = reachable(sampler, sampler._scheduler._deadlines)
+    num_objects, object_bytes = reachable(sampler, sampler._scheduler._deadlines, sampler._spans)
     resident_bytes = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     num_bytes, num_files = sum(array.nbytes for array in arrays), len(os.listdir("/proc/self/fd"))
     return Footprint(len(arrays), num_bytes, num_files, sampler.num_versions, num_objects, object_bytes, resident_bytes)
 
 
-def reachable(root, aside):
+def reachable(root, *aside):
     """Number and bytes of all Python objects that an object leads to, NumPy arrays with their buffers. Code, classes and modules do not count.
 
     aside: not looked into.
     """
-    seen, queue = {id(root): root, id(aside): aside}, [root]
+    seen, queue = {id(each): each for each in (root, *aside)}, [root]
     while queue:
         for each in gc.get_referents(queue.pop()):
             if id(each) not in seen and not isinstance(each, type | ModuleType | FunctionType | BuiltinFunctionType | jax.Array):
@@ -188,9 +188,9 @@ def test_memory_is_flat_over_requests_and_publishes(num_parts, num_requests, num
     """Case 99, under `prove` over 10,000 requests and 1,000 publishes.
 
     Arrays, files and versions are equal to the last one. Objects of the engine vary with what is cached, by less than a quarter: one that stayed for
-    every eighth request would show. (Finished requests stay in the heap of deadlines until it is swept; its length is bounded.) Resident memory, which
-    allocators round up and do not give back at once, may grow by 1 KiB per request, a fraction of what an answer with its log-probabilities and most
-    likely ids takes, but by 4 MiB in any case.
+    every eighth request would show. (Finished requests stay in the heap of deadlines until it is swept: its length is bounded.) Resident memory, which
+    allocators round up and do not give back at once, may grow by 1 KiB per request, a fraction of what an answer with its log-probabilities and
+    most likely ids takes, but by 4 MiB in any case.
     """
     traffic, seen = Traffic(2), []
     traffic.sampler.warm_up()

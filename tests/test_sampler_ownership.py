@@ -131,3 +131,23 @@ def test_a_request_cancelled_in_any_step_frees_all_it_had_and_stops_no_other(mom
             watch.scheduler.cancel(watch.live.pop(number))
         watch.check_counts()
         watch.finish()
+
+
+@pytest.mark.parametrize("episode", ["", "e"])
+def test_what_is_cached_never_hangs_below_a_page_that_may_be_given_up(episode):
+    """A scored prompt, prefilled apart, ends while another request's prefill of the same prompt has not begun; then that request is cancelled."""
+    watch = Watch(0, 60, 4)
+    prompt = [3 + n % 2 for n in range(4 * PAGE + 1)]
+    scored = watch.device.submit(prompt, wants_prompt=True, max_tokens=4, episode=episode)
+    plain = watch.device.submit(prompt * 3, max_tokens=4, episode=episode)
+    watch.live = [scored, plain]
+    while scored in watch.live:
+        watch.step()
+        watch.check_counts()
+    assert not plain.chain[3].is_filled
+    watch.live.remove(plain)
+    watch.scheduler.cancel(plain)
+    watch.check_counts()
+    again = watch.device.submit(prompt * 3, max_tokens=4, episode=episode)
+    watch.live = [again]
+    watch.finish()

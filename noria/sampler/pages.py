@@ -238,6 +238,8 @@ class PagePool:
             child = node.children.get(part)
             if child is None:
                 child = self._add(node, part, content, is_filled=True)
+            elif not child.is_filled:
+                break  # being prefilled for another, and given up with it: nothing may lie below
             elif not child.content.page:
                 self._repoint(child, content)
             child.content.is_awaited |= is_awaited
