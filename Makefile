@@ -9,6 +9,8 @@ SHELL := bash
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_NO_INPUT := 1
+# Where this is set, every process would compile what it imports anew: 4 s instead of 1.5 s before a server does anything.
+export PYTHONDONTWRITEBYTECODE :=
 
 INPUTS := pyproject.toml constraints.txt scripts/find_python.sh scripts/make_venv.sh
 RUNTIME := .venv/.runtime

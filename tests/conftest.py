@@ -1,9 +1,11 @@
 """Fixtures that every area shares."""
 
 import gc
+import os
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import jax
 import pytest
@@ -14,9 +16,19 @@ ROOT = Path(__file__).parents[1]
 settings.register_profile("noria", deadline=None)  # an example that takes long on a busy machine is no failure
 settings.load_profile("noria")
 
-jax.config.update("jax_enable_compilation_cache", False)
-"""What one test compiles is never read back from disk by another, in this process or in one beside it. Servers that tests start as processes keep
-their cache."""
+
+def pytest_configure(config: pytest.Config) -> None:
+    """One folder for the programs that this run compiles: each is compiled once, by whichever process of the run, tests or server, comes to it first.
+
+    Nothing of an earlier run is read, and nothing is left. An entry is not written at once, and a killed server leaves half of one: its compression
+    shows that, and JAX warns and compiles.
+    """
+    if not hasattr(config, "workerinput"):
+        folder = TemporaryDirectory(prefix="noria-programs-", ignore_cleanup_errors=True)
+        config.add_cleanup(folder.cleanup)
+        os.environ |= {"NORIA_CACHE_DIR": folder.name, "JAX_COMPILATION_CACHE_DIR": str(Path(folder.name) / "xla")}
+    config.addinivalue_line("filterwarnings", "ignore:Error reading persistent compilation cache entry")
+    jax.config.update("jax_compilation_cache_dir", os.environ["JAX_COMPILATION_CACHE_DIR"])
 
 
 MAPS = Path("/proc/self/maps")
@@ -26,7 +38,9 @@ the process with a segmentation fault where it gets no more."""
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _programs_are_let_go() -> Iterator[None]:
+def _programs_are_kept_and_let_go() -> Iterator[None]:
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)  # a server in the test's process sets its own
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     yield
     if MAPS.exists() and MAPS.read_bytes().count(b"\n") > MAX_MAPS:
         jax.clear_caches()

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+from tool_builders import SERVER_FILE
 
 ROOT = Path(__file__).parents[1]
 
@@ -60,23 +61,19 @@ reset_s = {reset_s}
 """
 
 
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory):
-    """Compiled programs, shared by the tests of this file."""
-    return tmp_path_factory.mktemp("cache")
-
-
-def start(folder, cache, kind, *, text=ENVIRONMENT, reset_s=60):
+def start(folder, kind, *, text=ENVIRONMENT, reset_s=60):
     (folder / "env.py").write_text(text, encoding="utf-8")
     (folder / "r.toml").write_text(RUN.format(kind=kind, reset_s=reset_s), encoding="utf-8")
-    command = [sys.executable, "-m", "noria.cli", "train", str(folder / "r.toml"), "--state-dir", str(folder / "state"), "--json"]
-    environment = {**os.environ, "NORIA_CACHE_DIR": str(cache), "PYTHONPATH": str(ROOT)}
+    (folder / "server.toml").write_text(SERVER_FILE, encoding="utf-8")
+    command = [sys.executable, "-m", "noria.cli", "train", str(folder / "r.toml"), "--server-config", str(folder / "server.toml")]
+    command += ["--state-dir", str(folder / "state"), "--json"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
 
 
 @pytest.mark.parametrize("kind", ["Plain", "Blocks", "Spins", "Threads", "Builds", "import"])
-def test_a_signal_stops_training_while_the_environment_hangs(tmp_path, cache, kind):
-    process = start(tmp_path, cache, kind, text=ENVIRONMENT + ("\nhang()\n" if kind == "import" else ""))
+def test_a_signal_stops_training_while_the_environment_hangs(tmp_path, kind):
+    process = start(tmp_path, kind, text=ENVIRONMENT + ("\nhang()\n" if kind == "import" else ""))
     for line in process.stderr:
         if line == "hanging\n":
             break
@@ -89,8 +86,8 @@ def test_a_signal_stops_training_while_the_environment_hangs(tmp_path, cache, ki
     assert time.monotonic() - signalled_s < 20
 
 
-def test_an_environment_that_hangs_at_import_is_refused_at_its_deadline(tmp_path, cache):
-    process = start(tmp_path, cache, "Letters", text=ENVIRONMENT + "\nhang()\n", reset_s=1)
+def test_an_environment_that_hangs_at_import_is_refused_at_its_deadline(tmp_path):
+    process = start(tmp_path, "Letters", text=ENVIRONMENT + "\nhang()\n", reset_s=1)
     _, written = process.communicate(timeout=120)
     assert process.returncode == 2, written
     assert "error[deadline_exceeded]: waited 1 s for environment 'env.py:Letters' to load" in written

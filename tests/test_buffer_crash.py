@@ -96,7 +96,7 @@ def check(path: Path, acknowledged: int) -> None:
     assert sum(row.status in ("admitted", "ready", "leased") for row in rows) <= PLACES
 
 
-@pytest.mark.parametrize("num_kills", [4, pytest.param(50, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_kills", [6, pytest.param(50, marks=pytest.mark.prove)])
 def test_every_task_is_trained_exactly_once_whenever_the_process_is_killed(tmp_path, num_kills):
     path = tmp_path / "noria.db"
     rng = random.Random(num_kills)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tool_builders import SERVER_FILE
 
 ROOT = Path(__file__).parents[1]
 
@@ -32,12 +33,6 @@ SMALL = "group_size = 4\ngroups_per_batch = 2\ntruncated = 'keep'\n[sampling]\nm
 LONGEST_S = 240.0
 
 
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Compiled programs, shared by the tests of this file."""
-    return tmp_path_factory.mktemp("cache")
-
-
 def run_file(folder: Path, name: str = "lower", *, steps: int = 3, kind: str = "Lower", more: str = "") -> Path:
     (folder / "env.py").write_text(ENVIRONMENT, encoding="utf-8")
     path = folder / f"{name}.toml"
@@ -46,21 +41,27 @@ def run_file(folder: Path, name: str = "lower", *, steps: int = 3, kind: str = "
     return path
 
 
+def small_server(folder: Path) -> tuple[str | Path, ...]:
+    """The arguments for one with few and small programs, where the default's are not what is meant."""
+    (folder / "server.toml").write_text(SERVER_FILE, encoding="utf-8")
+    return "--server-config", folder / "server.toml"
+
+
 def command(*arguments: str | Path) -> list[str]:
     return [sys.executable, "-m", "noria.cli", "train", *map(str, arguments)]
 
 
-def environment(cache: Path) -> dict[str, str]:
-    return {**os.environ, "NORIA_CACHE_DIR": str(cache), "PYTHONPATH": str(ROOT), "NORIA_INSTALL_S": "1.5"}
+def environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(ROOT), "NORIA_INSTALL_S": "1.5"}
 
 
-def train(cache: Path, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command(*arguments), env=environment(cache), capture_output=True, text=True, timeout=LONGEST_S, check=False)
+def train(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command(*arguments), env=environment(), capture_output=True, text=True, timeout=LONGEST_S, check=False)
 
 
-def train_until(cache: Path, words: str, numbers: Sequence[signal.Signals], *arguments: str | Path) -> tuple[int, str]:
+def train_until(words: str, numbers: Sequence[signal.Signals], *arguments: str | Path) -> tuple[int, str]:
     """Start training, send the signals as soon as `words` is on stderr, and return the exit code and all of stderr."""
-    process = subprocess.Popen(command(*arguments), env=environment(cache), stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(command(*arguments), env=environment(), stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stderr is not None
     written, deadline_s = "", time.monotonic() + LONGEST_S
     for line in process.stderr:
@@ -80,15 +81,15 @@ def summary_of(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
     return found
 
 
-def listed(cache: Path, state_dir: Path) -> list[dict[str, Any]]:
+def listed(state_dir: Path) -> list[dict[str, Any]]:
     arguments = [sys.executable, "-m", "noria.cli", "runs", "list", "--json", "--state-dir", str(state_dir)]
-    found: list[dict[str, Any]] = json.loads(subprocess.run(arguments, env=environment(cache), capture_output=True, text=True, check=True).stdout)
+    found: list[dict[str, Any]] = json.loads(subprocess.run(arguments, env=environment(), capture_output=True, text=True, check=True).stdout)
     return found
 
 
-def test_two_run_files_train_to_their_end_and_leave_a_report(tmp_path: Path, cache: Path) -> None:
+def test_two_run_files_train_to_their_end_and_leave_a_report(tmp_path: Path) -> None:
     files, state_dir = [run_file(tmp_path, "lower"), run_file(tmp_path, "other", steps=2)], tmp_path / "state"
-    done = train(cache, *files, "--state-dir", state_dir, "--json")
+    done = train(*files, "--state-dir", state_dir, "--json")
     summary = summary_of(done)
     assert [(run["name"], run["version"]) for run in summary["runs"]] == [("lower", 3), ("other", 2)]
     for run in summary["runs"]:
@@ -106,36 +107,37 @@ def test_two_run_files_train_to_their_end_and_leave_a_report(tmp_path: Path, cac
     assert "lower" in page
     assert (state_dir / "curves.png").stat().st_size > 10_000
 
-    again = train(cache, files[0], "--state-dir", state_dir, "--json")
+    again = train(files[0], "--state-dir", state_dir, "--json")
     assert (again.returncode, again.stdout) == (2, "")
     assert "error[state_conflict]: run lower exists already" in again.stderr
 
-    resumed = summary_of(train(cache, *files, "--state-dir", state_dir, "--json", "--resume", "--no-report"))
+    resumed = summary_of(train(*files, "--state-dir", state_dir, "--json", "--resume", "--no-report"))
     assert [run["version"] for run in resumed["runs"]] == [3, 2]
     assert [run["eval_after"] for run in resumed["runs"]] == [run["eval_after"] for run in summary["runs"]]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_stops_in_order_and_resume_goes_on(tmp_path: Path, cache: Path, number: signal.Signals) -> None:
-    path, state_dir = run_file(tmp_path, steps=40), tmp_path / "state"
-    code, written = train_until(cache, "step 2/40", [number], path, "--state-dir", state_dir, "--json")
+def test_a_signal_stops_in_order_and_resume_goes_on(tmp_path: Path, number: signal.Signals) -> None:
+    path, state_dir, server = run_file(tmp_path, steps=40), tmp_path / "state", small_server(tmp_path)
+    code, written = train_until("step 2/40", [number], path, *server, "--state-dir", state_dir, "--json")
     assert code == 130, written
     assert written.endswith("stopped; resume with --resume\n")
     assert "Traceback" not in written
-    (before,) = listed(cache, state_dir)
+    (before,) = listed(state_dir)
     assert before["status"] == "stopped"
     assert 2 <= before["version"] < 40
 
-    (run,) = summary_of(train(cache, path, "--state-dir", state_dir, "--json", "--resume"))["runs"]
+    (run,) = summary_of(train(path, *server, "--state-dir", state_dir, "--json", "--resume"))["runs"]
     assert run["version"] == 40
     assert run["eval_before"] == before["evaluations"]["0"]
-    (after,) = listed(cache, state_dir)
+    (after,) = listed(state_dir)
     assert after["status"] == "finished"
 
 
-def test_a_second_signal_ends_at_once(tmp_path: Path, cache: Path) -> None:
+def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
     path, state_dir = run_file(tmp_path, steps=400), tmp_path / "state"
-    process = subprocess.Popen(command(path, "--state-dir", state_dir, "--json"), env=environment(cache), stderr=subprocess.PIPE, text=True)
+    started = command(path, *small_server(tmp_path), "--state-dir", state_dir, "--json")
+    process = subprocess.Popen(started, env=environment(), stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
     for line in process.stderr:
         if "step 2/400" in line:
@@ -145,14 +147,15 @@ def test_a_second_signal_ends_at_once(tmp_path: Path, cache: Path) -> None:
             break
     process.communicate(timeout=30)
     assert process.returncode in (-signal.SIGTERM, 130), "killed, unless the orderly end was faster"
-    (run,) = listed(cache, state_dir)
+    (run,) = listed(state_dir)
     assert run["version"] >= 2
 
 
-def test_a_run_that_fails_exits_with_1_and_leaves_the_others_alone(tmp_path: Path, cache: Path) -> None:
+def test_a_run_that_fails_exits_with_1_and_leaves_the_others_alone(tmp_path: Path) -> None:
     broken = run_file(tmp_path, "broken", kind="Broken", more="[actors]\nmax_failed_groups = 2\nepisode_tries = 1\n").read_text(encoding="utf-8")
     (tmp_path / "broken.toml").write_text(broken.replace("num_tasks = 8", "num_tasks = 0"), encoding="utf-8")
-    done = train(cache, run_file(tmp_path, "lower"), tmp_path / "broken.toml", "--state-dir", tmp_path / "state", "--json")
+    files = run_file(tmp_path, "lower"), tmp_path / "broken.toml"
+    done = train(*files, *small_server(tmp_path), "--state-dir", tmp_path / "state", "--json")
     assert done.returncode == 1, done.stderr
     last = done.stderr.splitlines()[-1]
     assert last.startswith("error[run_failed]: run broken: 2 groups in a row failed")
@@ -162,8 +165,8 @@ def test_a_run_that_fails_exits_with_1_and_leaves_the_others_alone(tmp_path: Pat
     assert versions == {"lower": 3, "broken": 0}
 
 
-def test_what_cannot_be_started_exits_with_2(tmp_path: Path, cache: Path) -> None:
-    done = train(cache, run_file(tmp_path, kind="Missing"), "--state-dir", tmp_path / "state", "--json")
+def test_what_cannot_be_started_exits_with_2(tmp_path: Path) -> None:
+    done = train(run_file(tmp_path, kind="Missing"), "--state-dir", tmp_path / "state", "--json")
     assert (done.returncode, done.stdout) == (2, "")
     assert "error[environment_failed]: " in done.stderr
     assert "Traceback" not in done.stderr

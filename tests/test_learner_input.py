@@ -424,9 +424,7 @@ def undisturbed():
     return beside([])[1]
 
 
-@settings(max_examples=50, deadline=None, suppress_health_check=list(HealthCheck))
-@given(st.integers(0, 2**32 - 1))
-def test_anything_handed_in_is_done_or_refused_by_name_and_neighbours_keep_their_bits(undisturbed, seed):
+def check_anything(undisturbed, seed):
     random = Random(seed)
     calls = random.sample(calls_by(random), 4)
     futures, found = beside(calls)
@@ -435,3 +433,16 @@ def test_anything_handed_in_is_done_or_refused_by_name_and_neighbours_keep_their
         error = future.exception(0)
         assert error is None or isinstance(error, NoriaError), (name, error)
     assert found == undisturbed
+
+
+@settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
+@given(seed=st.integers(0, 2**32 - 1))
+def test_anything_handed_in_is_done_or_refused_by_name_and_neighbours_keep_their_bits(undisturbed, seed):
+    check_anything(undisturbed, seed)
+
+
+@pytest.mark.prove
+@settings(max_examples=500, deadline=None, suppress_health_check=list(HealthCheck))
+@given(seed=st.integers(0, 2**32 - 1))
+def test_much_of_anything_handed_in_is_done_or_refused_by_name_and_neighbours_keep_their_bits(undisturbed, seed):
+    check_anything(undisturbed, seed)

@@ -114,8 +114,9 @@ def test_two_hundred_steps_at_the_smallest_rate_reach_the_sampler(dtype, toleran
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads the process's memory from /proc")
-def test_five_hundred_steps_with_their_files_and_publishes_leave_memory_descriptors_and_slots_flat(tmp_path):
-    """Case 99: from the 100th to the 500th."""
+@pytest.mark.parametrize("num_steps", [300, pytest.param(1000, marks=pytest.mark.prove)])
+def test_hundreds_of_steps_with_their_files_and_publishes_leave_memory_descriptors_and_slots_flat(tmp_path, num_steps):
+    """Case 99: from the 100th to the last."""
     run_spec, files = spec("run", learning_rate=1e-3), VersionFiles(tmp_path)
     learner, state = make_learner(), nonzero_state(7, run_spec)
     sampler = sampler_of(learner._passes._spans, num_slots=3)
@@ -123,7 +124,7 @@ def test_five_hundred_steps_with_their_files_and_publishes_leave_memory_descript
     publish(sampler, run_spec, 0, state)
     batch = pieces_of(random_groups(1, num_groups=1))
     seen = []
-    for version in range(1, 501):
+    for version in range(1, num_steps + 1):
         future = learner.train("run", batch)
         drain(learner)
         state = future.result(0).state

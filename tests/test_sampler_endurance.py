@@ -188,7 +188,7 @@ def test_memory_is_flat_over_requests_and_publishes(num_parts, num_requests, num
     """Case 99, under `prove` over 10,000 requests and 1,000 publishes.
 
     Arrays, files and versions are equal to the last one. Objects of the engine vary with what is cached, by less than a quarter: one that stayed for
-    every eighth request would show. (Finished requests stay in the heap of deadlines until it is swept: its length is bounded.) Resident memory, which
+    every eighth request would show. (Finished requests stay in the heap of deadlines until it is swept; it is bounded.) Resident memory, which
     allocators round up and do not give back at once, may grow by 1 KiB per request, a fraction of what an answer with its log-probabilities and
     most likely ids takes, but by 4 MiB in any case.
     """

@@ -4,7 +4,6 @@ What varies is everything that may: how long the environment takes (random, from
 more episodes than half of the lanes, and turns that build on what was sampled: so decode widths and cached pages differ between the times.
 """
 
-import os
 import random
 import signal
 import sqlite3
@@ -84,24 +83,21 @@ TIMEOUT_S = 300
 """For each process to get where it should; one takes about 20 s on two idle cores."""
 
 
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory):
-    """Compiled programs of all processes of this file."""
-    return tmp_path_factory.mktemp("cache")
+MANY = [pytest.param(zero_signal, 3, marks=pytest.mark.prove) for zero_signal in ("skip", "resample")]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("zero_signal", ["skip", "resample"])
-def test_a_deterministic_run_has_one_curve_and_one_end_alone_beside_others_and_after_kills(tmp_path, cache, zero_signal):
+@pytest.mark.parametrize(("zero_signal", "num_kills"), [("skip", 2), ("resample", 1), *MANY])
+def test_a_deterministic_run_has_one_curve_and_one_end_alone_beside_others_and_after_kills(tmp_path, zero_signal, num_kills):
     (tmp_path / "talk.py").write_text(ENVIRONMENT)
     for name, sizes in {"mine": (4, 6, 7, 6), **NEIGHBOURS}.items():
         write_run(tmp_path, name, sizes, zero_signal)
-    alone = outcome_of(tmp_path, cache, "alone", ["mine"])
+    alone = outcome_of(tmp_path, "alone", ["mine"])
     assert [row.version for row in alone["evaluations"]] == [0, 2, 4]
     assert len({tuple(sorted(step.items())) for step in alone["steps"]}) == STEPS
     if zero_signal == "skip":  # the other rule meets neighbours below
-        assert outcome_of(tmp_path, cache, "beside", ["mine", *NEIGHBOURS]) == alone
-    assert outcome_of(tmp_path, cache, "killed", ["mine", "one", "four"], num_kills=3) == alone
+        assert outcome_of(tmp_path, "beside", ["mine", *NEIGHBOURS]) == alone
+    assert outcome_of(tmp_path, "killed", ["mine", "one", "four"], num_kills=num_kills) == alone
 
 
 def write_run(folder, name, sizes, zero_signal):
@@ -121,14 +117,13 @@ def write_run(folder, name, sizes, zero_signal):
     (folder / f"{name}.toml").write_text(text)
 
 
-def outcome_of(folder, cache, name, runs, *, num_kills=0):
+def outcome_of(folder, name, runs, *, num_kills=0):
     """Train the run files until "mine" has finished, dying on the way `num_kills` times; what became of "mine"."""
     state_dir, rng = folder / name, random.Random(name)
     command = [sys.executable, "-m", "noria.cli", "train", *(str(folder / f"{run}.toml") for run in runs)]
     command += ["--state-dir", str(state_dir), "--json", "--resume"]
-    environment = os.environ | {"NORIA_CACHE_DIR": str(cache)}
     for number in range(num_kills + 1):
-        process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
         wanted = (STEPS, True) if number == num_kills else (progress(state_dir)[0] + rng.randrange(1, 3), False)
         limit = time.monotonic() + TIMEOUT_S
         while progress(state_dir) < wanted and process.poll() is None and time.monotonic() < limit:
