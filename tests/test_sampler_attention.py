@@ -4,10 +4,10 @@ import jax
 import numpy as np
 import pytest
 
-from noria.sampler.paged_attention import BLOCK_PAGES, attend_rows, shares_exactly
+from noria.sampler.paged_attention import BLOCK_PAGES, attend_rows, regroups_exactly
 from noria.sampler.pages import PAGE
 
-attend = jax.jit(attend_rows, static_argnames="rows_per_group")
+attend = jax.jit(attend_rows, static_argnames=("rows_per_group", "is_joint"))
 
 
 HEADS = [(9, 3, 64), (4, 2, 16), (14, 2, 64), (15, 5, 64), (8, 8, 64), (16, 8, 128), (16, 16, 128), (8, 1, 256)]
@@ -36,9 +36,10 @@ def attend_plainly(q, k_pages, v_pages, table, position):
 
 
 @pytest.mark.parametrize(("length", "rows_per_group", "longest"), [(1, 8, 250), (1, 8, 20), (32, 2, 250), (32, 1, 60)])
-def test_rows_attend_as_in_the_plain_form(length, rows_per_group, longest):
+@pytest.mark.parametrize("is_joint", [False, True])
+def test_rows_attend_as_in_the_plain_form(length, rows_per_group, longest, is_joint):
     arrays = inputs(8, length, longest)
-    out = attend(*arrays, rows_per_group=rows_per_group)
+    out = attend(*arrays, rows_per_group=rows_per_group, is_joint=is_joint)
     np.testing.assert_allclose(out, attend_plainly(*arrays), atol=2e-6)
 
 
@@ -69,20 +70,22 @@ def test_a_table_that_is_no_multiple_of_a_block_is_read_to_its_end():
 
 @pytest.mark.parametrize(("length", "rows_per_group"), [(1, 8), (32, 2)])
 @pytest.mark.parametrize("num_shared", [BLOCK_PAGES, 4 * BLOCK_PAGES])
-def test_rows_that_share_a_prefix_attend_as_in_the_plain_form(length, rows_per_group, num_shared):
+@pytest.mark.parametrize("is_joint", [False, True])
+def test_rows_that_share_a_prefix_attend_as_in_the_plain_form(length, rows_per_group, num_shared, is_joint):
     arrays = shared_inputs(num_shared, length=length, rows_per_group=rows_per_group)
-    out = attend(*arrays, rows_per_group=rows_per_group, num_shared_U=pages_of_groups(num_shared, 0))
+    out = attend(*arrays, rows_per_group=rows_per_group, num_shared_U=pages_of_groups(num_shared, 0), is_joint=is_joint)
     np.testing.assert_allclose(out, attend_plainly(*arrays), atol=2e-6)
 
 
 @pytest.mark.parametrize("heads", HEADS)
-def test_a_row_keeps_its_bits_whether_its_group_shares_or_not(heads):
+@pytest.mark.parametrize("is_joint", [False, True])
+def test_a_row_keeps_its_bits_whether_its_group_shares_or_not(heads, is_joint):
     num_shared = 4 * BLOCK_PAGES
     arrays = shared_inputs(num_shared, heads)
     apart = attend(*arrays, rows_per_group=8, num_shared_U=pages_of_groups(0, 0))
-    assert shares_exactly(*heads)
+    assert regroups_exactly(heads, 16, np.float32)
     for shared in (BLOCK_PAGES, 0), (BLOCK_PAGES, num_shared), (num_shared, 2 * BLOCK_PAGES):
-        assert np.array_equal(apart, attend(*arrays, rows_per_group=8, num_shared_U=pages_of_groups(*shared)))
+        assert np.array_equal(apart, attend(*arrays, rows_per_group=8, num_shared_U=pages_of_groups(*shared), is_joint=is_joint))
 
 
 def test_the_shared_pages_of_other_rows_are_not_read():
@@ -107,12 +110,13 @@ def test_a_row_of_a_sharing_group_that_is_not_finite_stays_alone():
 
 
 @pytest.mark.parametrize(("length", "rows_per_group"), [(1, 8), (32, 2)])
-def test_a_row_keeps_its_bits_when_its_neighbours_grow(length, rows_per_group):
-    q, k, v, table, position = inputs(8, length, 60)
+@pytest.mark.parametrize("is_joint", [False, True])
+def test_a_row_keeps_its_bits_when_its_neighbours_grow(length, rows_per_group, is_joint):
+    q, k, v, table, position = inputs(16, length, 60)
     alone = attend(q, k, v, table, position, rows_per_group=rows_per_group)
     position[1:] += 180
     q[1:] *= 2
-    beside = attend(q, k, v, table, position, rows_per_group=rows_per_group)
+    beside = attend(q, k, v, table, position, rows_per_group=rows_per_group, is_joint=is_joint)
     assert np.array_equal(alone[0], beside[0])
 
 

@@ -165,11 +165,15 @@ def test_stop_ids_end_of_text_and_max_tokens_end_a_completion():
         ({"max_tokens": 0}, "max_tokens"),
         ({"temperature": -0.1}, "temperature"),
         ({"temperature": math.nan}, "temperature"),
+        ({"temperature": math.inf}, "temperature"),
+        ({"temperature": 1e-38}, r"temperature must be 0 or in \[1e-06, 1e\+06\], got 1e-38"),
+        ({"temperature": 1e39}, "temperature"),
         ({"seed": -1}, "seed"),
         ({"sample_index": 2**31}, "sample_index"),
         ({"stop_ids": (999,)}, "stop"),
-        ({"stop_ids": tuple(range(10, 18))}, "at most 8"),
-        ({"top_k": -1}, "top_k must be at least 0"),
+        ({"stop_ids": tuple(range(10, 26))}, "at most 16 stop ids.*got 17"),
+        ({"top_k": -1}, "top_k must be in"),
+        ({"top_k": 2**31}, "top_k must be in"),
         ({"top_p": 0.0}, r"top_p must be in \(0, 1\], got 0"),
         ({"top_p": 1.5}, "top_p"),
         ({"top_p": math.nan}, "top_p"),
@@ -177,8 +181,11 @@ def test_stop_ids_end_of_text_and_max_tokens_end_a_completion():
         ({"num_top": -1}, "num_top"),
         ({"timeout_s": 0.0}, "timeout_s must be above 0"),
         ({"timeout_s": math.nan}, "timeout_s"),
+        ({"timeout_s": math.inf}, "timeout_s"),
+        ({"seed": 2**63}, "seed"),
         ({"stop": ("END", "")}, "empty stop text"),
         ({"stop": tuple("abcdefghi")}, "at most 8 stop texts, got 9"),
+        ({"stop": ("a", "b" * 1025)}, "at most 1024 characters, got 1025"),
     ],
 )
 def test_bad_requests_are_refused_at_the_edge(sampler, changes, word):
@@ -268,3 +275,41 @@ def test_a_context_longer_than_the_models_is_refused():
     model, _, base = tiny()
     with pytest.raises(ConfigError, match="2048"):
         SamplerEngine(base, model, config(max_context=4096, num_pages=1024), rank_classes=(4,), eos_id=2, spans=NoSpans())
+
+
+@pytest.mark.parametrize("changes", [{"top_k": 2**31 - 1}, {"temperature": 1e-6, "num_top": 20}, {"temperature": 1e6, "num_top": 20}])
+def test_the_largest_and_smallest_settings_give_finite_numbers(sampler, changes):
+    (completion,) = run(sampler, request(max_tokens=4, **changes))
+    assert len(completion.sampled_ids) == 4
+    assert all(math.isfinite(x) for x in (*completion.behavior_logprobs, *(x for top in completion.top for _, x in top)))
+
+
+def test_no_stop_text_is_tokenized_before_their_number_is_known():
+    class Counting(ByteTokenizer):
+        num_encoded = 0
+
+        def token_id(self, text):
+            self.num_encoded += 1
+            return super().token_id(text)
+
+    tokenizer = Counting()
+    with pytest.raises(InvalidRequestError, match="at most 8 stop texts"):
+        run(engine(tokenizer=tokenizer), request(stop=("x",) * 1000))
+    assert not tokenizer.num_encoded
+
+
+def test_a_request_that_breaks_the_sampler_hears_of_it_too():
+    """Ids in a list cannot be looked up: an error of the caller's, which types forbid."""
+    sampler = engine()
+    run(sampler, request(prompt(40), episode="e"))
+
+    async def scenario():
+        task = asyncio.ensure_future(sampler.sample(request(list(prompt(40)), episode="e")))
+        await asyncio.sleep(0)
+        with pytest.raises(TypeError) as broken:
+            sampler.step()
+        sampler.fail(broken.value)
+        with pytest.raises(StageStoppedError, match="unhashable"):
+            await asyncio.wait_for(task, 30)
+
+    asyncio.run(scenario())

@@ -84,6 +84,25 @@ def test_adopted_pages_stay_cached_in_several_namespaces_after_their_writer_left
     assert pool.match(NAMESPACE, tuple(range(20))).num_positions == 0
 
 
+def test_a_prefix_in_use_is_not_remembered_for_every_episode_that_ever_began_with_it():
+    pool, prompt = PagePool(64, num_host_places=8), tuple(range(20 * PAGE))
+    prefix = fill(pool, NAMESPACE, prompt)
+    chain = [node.page for node in prefix]
+    pool.keep(prefix)
+    for number in range(500):
+        pages = pool.take(1)
+        for namespace in (NAMESPACE, ("run", f"e{number}")):
+            pool.adopt(namespace, (*prompt, number), [*chain, *pages], is_awaited=True)
+        pool.give_back(pages)
+        pool.take_moves()
+    assert max(len(node.content.nodes) for node in prefix) < 64
+    assert sum(pool.knows(("run", f"e{number}")) for number in range(500)) < 64
+    assert pool.match(("run", "e499"), (*prompt, 499)).num_positions == len(prompt) + 1
+    assert pool.match(NAMESPACE, prompt).chain == prefix
+    pool.release(prefix)
+    assert len(pool.take(63)) == 63
+
+
 def test_a_purged_run_leaves_no_page_and_other_runs_keep_theirs():
     pool = PagePool(32)
     for namespace in (("run", 0), ("run", 1), ("run", "episode"), ("other", 0)):
@@ -160,3 +179,23 @@ def _check(pool, live):
     assert not shared & set(own)
     assert 0 not in shared | set(own)
     assert pool.num_held == len(shared | set(own))
+
+
+def test_a_prefix_that_is_about_to_be_kept_stays_where_it_was_found():
+    """Room is made for a request between finding a prefix and keeping it: by giving up the very page that the same namespace knows below it."""
+    pool, prompt = PagePool(16), tuple(range(4 * PAGE))
+    fill(pool, NAMESPACE, prompt)
+    chain = [node.page for node in pool.match(NAMESPACE, prompt).chain]
+    for number in range(4):
+        pages = pool.take(1)
+        pool.adopt(("run", f"e{number}"), (*prompt, number), [*chain, *pages])
+        pool.give_back(pages)
+    found = pool.match(("run", "e3"), (*prompt, 99)).chain
+    rest = pool.num_available - len(found)
+    assert pool.make_room(rest, found)
+    pool.keep(found)
+    held = pool.take(rest)
+    assert pool.match(("run", "e3"), prompt).chain == found
+    pool.release(found)
+    pool.give_back(held)
+    assert len(pool.take(15)) == 15

@@ -7,7 +7,7 @@ from sampler_simulation import STEPS, build
 
 from noria.errors import QueueFullError
 from noria.sampler.sequence import BLOCK_PAGES, CHUNK, DecodeDispatch, PrefillDispatch
-from noria.sampler.tenants import MAX_OVERTAKEN
+from noria.sampler.tenants import MAX_IDLE, MAX_OVERTAKEN
 
 
 def ids(length, seed=0):
@@ -343,3 +343,62 @@ def test_no_lanes_share_reads_where_that_would_change_bits():
         device.submit(ids(300), max_tokens=4)
     device.finish()
     assert {tile.num_shared for dispatch in decodes(device) for tile in dispatch.tiles} == {0}
+
+
+def test_who_was_served_while_nobody_else_asked_owes_nobody_for_it():
+    """Tenant a works for long, and is idle for a moment, in which b comes with a flood."""
+
+    def dispatches_until_a_has_a_token(num_before):
+        device = build(2048, runs="ab")
+        for number in range(num_before):
+            device.submit(ids(20, number), tenant="a", run="a", max_tokens=100)
+        device.finish()
+        for number in range(64):
+            device.submit(ids(700, 1000 + number), tenant="b", run="b", max_tokens=4)
+        device.step()
+        late = device.submit(ids(20, 10**6), tenant="a", run="a")
+        return steps_until(device, lambda _: late.sampled_ids)
+
+    assert dispatches_until_a_has_a_token(100) <= dispatches_until_a_has_a_token(0) + 1
+
+
+def test_a_tenant_that_is_idle_and_owes_nothing_is_forgotten():
+    """Tenants come one after another, and two at a time; what they owe each other stays with those that are kept."""
+    device = build(256)
+    for number in range(2000):
+        device.submit(ids(20, number), tenant=f"t{number}")
+        if number % 2:
+            device.finish()
+    tenants = device.scheduler._tenants
+    assert len(list(tenants)) < 4 * MAX_IDLE
+    tenants["weighted"].weight = 2.0
+    for number in range(500):
+        device.submit(ids(20, number), tenant=f"u{number}")
+        device.finish()
+    assert tenants["weighted"].weight == 2.0
+
+
+def test_nobody_gives_way_for_pages_that_another_holds_as_well():
+    """A pinned request and an episode, each by a name of its own, hold the same pages: the episode's going would free few of them."""
+    device = build(64, runs="abcd")
+    prompt = ids(321)
+    device.submit(prompt, run="a", tenant="t", episode="e", max_tokens=1)
+    device.finish()
+    pinned = device.submit(prompt, run="a", tenant="pinned", version=0, max_tokens=60)
+    device.slots.advance("a", 1, ("a", 1))
+    other = device.submit(ids(300, 1), run="b", tenant="t", max_tokens=60)
+    for _ in range(8):
+        device.step()
+    episode = device.submit((*prompt, 7), run="a", tenant="t", episode="e", max_tokens=60)
+    device.step()
+    assert [node.content for node in episode.chain] == [node.content for node in pinned.chain]
+    assert not {*episode.chain} & {*pinned.chain}
+    device.submit(ids(200, 2), run="c", tenant="new", max_tokens=60)
+    before = len(episode.sampled_ids)
+    for _ in range(6):
+        device.step()
+    assert not pinned.is_finished
+    assert not other.is_finished
+    assert device.scheduler.counts.num_preempted == 0
+    assert len(episode.sampled_ids) > before + 12
+    device.finish()

@@ -185,3 +185,13 @@ def test_versions_nobody_can_ask_for_any_more_are_dropped():
         sampler.unpin("a", version)
     sampler.retire("a")
     assert (sampler.num_versions, sampler.num_free_slots) == (0, 1)
+
+
+def test_nobody_publishes_over_the_base_or_retires_it():
+    sampler = engine()
+    (before,) = run(sampler, request())
+    with pytest.raises(StateConflictError, match="the plain base"):
+        sampler.publish(BASE_RUN, 1, adapter(1), 1.0)
+    sampler.retire(BASE_RUN)
+    assert run(sampler, request()) == [before]
+    assert sampler.num_versions == 0

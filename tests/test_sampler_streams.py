@@ -9,11 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sampler_builders import adapter, drive, engine, prompt, reference_logprobs, request, run, tiny
 
+from noria.actors.rules import stops
 from noria.clock import VirtualClock
 from noria.errors import DeadlineExceededError, InvalidRequestError, RequestCancelledError, RunFailedError, StageStoppedError
 from noria.sampler.stops import StopSearch, stops_of
 from noria.text.tokenizer import ByteTokenizer
-from noria.types import SamplingParams
+from noria.types import MAX_STOP_TEXTS, SamplingParams
 
 TOKENIZER = ByteTokenizer()
 
@@ -279,3 +280,10 @@ def test_a_completion_counts_its_tokens_over_keys_and_values_of_another_version(
         assert 0 < completion.num_mixed == completion.versions.count(1) < 40
     assert (pinned.num_mixed, other.num_mixed) == (0, 0)
     assert sampler.counts.num_mixed == mixed.num_mixed + one_id.num_mixed
+
+
+def test_a_run_may_have_as_many_stop_texts_of_one_token_as_a_run_file_allows(sampler):
+    ids, texts = stops(tuple("abcdefghij"[:MAX_STOP_TEXTS]), TOKENIZER)
+    assert not texts
+    (completion,) = run(sampler, request(stop_ids=ids, max_tokens=200))
+    assert (completion.finish_reason == "stop") == (completion.sampled_ids[-1] in (*ids, 2))

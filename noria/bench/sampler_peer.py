@@ -1,8 +1,9 @@
 """`noria bench sampler --peer transformers`: our sampler against `generate`, in turn, in one run, dtype against dtype.
 
 The peer is a process of the reference environment (tests/reference/sampler_transformers.py) that keeps its models. It generates greedily and without
-log-probabilities, its cheapest way; ours draws at temperature 1 and gives them, as actors ask for it. Of the ways in which it can do a workload, the
-fastest is found first, on a few tokens, and that one is measured: for a group that may be a cache of the prompts that is repeated for their samples.
+log-probabilities, its cheapest way; ours draws at temperature 1 and gives them, as actors ask for it. Of its kinds of caches the faster one is found
+first, on a few tokens, and that one is measured. A group is measured twice: as `generate` does it (several samples of each prompt), and with what its
+parts can be made to do by hand, a cache of the prompts that is repeated for their samples.
 
 Before anything is timed, both sides continue the same prompts greedily in float32: unless most of their first tokens are the same, they do not
 compute the same, and the measurement is refused.
@@ -40,9 +41,11 @@ SUFFIX: Final = {"float32": "", "bfloat16": "_bf16"}
 TRIAL_ANSWER: Final = 4
 """New tokens of a trial of one way."""
 
-WAYS: Final = ("dynamic", "static", "shared")
+WAYS: Final = ("dynamic", "static")
+"""Of `generate`."""
+
 GROUP_WAY: Final = "shared"
-"""Of no use without several samples of a prompt."""
+"""By hand, for several samples of a prompt."""
 
 ALIKE: Final = 0.9
 """Of the first greedily chosen tokens of both sides in float32."""
@@ -72,17 +75,16 @@ class Theirs:
         return float(answer["seconds"]), answer["ids"]
 
     def fastest_way(self, workload: Workload, dtype: str) -> tuple[str, dict[str, float]]:
-        """The way that takes least for a few tokens of the workload, and the seconds of each; a first round of each is not counted."""
-        ways = [way for way in WAYS if workload.members > 1 or way != GROUP_WAY]
+        """The way that takes least for a few tokens of the workload, and the seconds of each, the model loaded before."""
         short = replace(workload, answer=TRIAL_ANSWER)
-        self.take(replace(short, num_prompts=1), dtype, ways[0])  # the model is loaded
-        seconds = {way: self.take(short, dtype, way)[0] for way in ways}
+        self.take(replace(short, num_prompts=1), dtype, WAYS[0])
+        seconds = {way: self.take(short, dtype, way)[0] for way in WAYS}
         return min(seconds, key=lambda way: seconds[way]), seconds
 
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """One workload in one dtype. theirs_s and ours_s: medians. trial_s: of each way of theirs, for TRIAL_ANSWER tokens."""
+    """One workload in one dtype, over one way of theirs. trial_s: of each way of `generate`, for TRIAL_ANSWER tokens."""
 
     workload: Workload
     dtype: str
@@ -93,11 +95,18 @@ class Compared:
     @property
     def ratio(self) -> float:
         """How many times faster ours is."""
-        return self.timings.ratio("theirs", "ours")
+        return self.timings.ratio(self.way, "ours")
+
+    @property
+    def key(self) -> str:
+        """Of the ratio; empty for workloads without one."""
+        named = {"batch 32": "ratio_batch32", "group": "ratio_group"}.get(self.workload.name, "")
+        by_hand = "_shared" if self.way == GROUP_WAY else ""
+        return f"{named}{by_hand}{SUFFIX[self.dtype]}" if named else ""
 
     def row(self) -> Result:
         """As it stands in `cases`."""
-        ours_s, theirs_s = (self.timings.median(name) for name in ("ours", "theirs"))
+        ours_s, theirs_s = (self.timings.median(name) for name in ("ours", self.way))
         return {
             "name": f"{self.workload.name}, {self.dtype}",
             "dtype": self.dtype,
@@ -131,8 +140,7 @@ def measure(*, quick: bool = False, repeats: int = REPEATS, case: str | None = N
         for dtype in DTYPES:
             found += _compare_all(loaded, theirs, sizes, _chosen(sizes, dtype, case), (dtype, repeats))
         about = {key: theirs.about[key] for key in ("torch", "threads", "transformers")}
-    named = {"batch 32": "ratio_batch32", "group": "ratio_group"}
-    values: Result = {f"{named[one.workload.name]}{SUFFIX[one.dtype]}": one.ratio for one in found if one.workload.name in named}
+    values: Result = {one.key: one.ratio for one in found if one.key}
     values["cases"] = [one.row() for one in found]
     return Report("sampler --peer transformers", loaded.config.name, values, bars_of(values), quick, about)
 
@@ -160,7 +168,7 @@ def _compare_all(loaded: LoadedBase, theirs: Theirs, sizes: Sizes, workloads: Se
     with serving(side):
         if dtype == DTYPES[0]:
             check_sides(side, theirs, sizes.batch32)
-        return [_compare(side, theirs, workload, (dtype, repeats)) for workload in workloads]
+        return [compared for workload in workloads for compared in _compare(side, theirs, workload, (dtype, repeats))]
 
 
 def check_sides(side: Side, theirs: Theirs, workload: Workload) -> None:
@@ -174,16 +182,17 @@ def check_sides(side: Side, theirs: Theirs, workload: Workload) -> None:
         raise ConfigError(f"the two sides do not compute alike: only {alike:.0%} of their first greedy tokens agree")
 
 
-def _compare(side: Side, theirs: Theirs, workload: Workload, how: tuple[str, int]) -> Compared:
+def _compare(side: Side, theirs: Theirs, workload: Workload, how: tuple[str, int]) -> list[Compared]:
     dtype, repeats = how
-    way, trial_s = theirs.fastest_way(workload, dtype)
-    seconds: dict[str, list[float]] = {"ours": [], "theirs": []}
-    works: dict[str, Callable[[], None]] = {
-        "ours": lambda: seconds["ours"].append(side.take(workload).seconds),
-        "theirs": lambda: seconds["theirs"].append(theirs.take(workload, dtype, way)[0]),
-    }
+    fastest, trial_s = theirs.fastest_way(workload, dtype)
+    ways = (fastest, GROUP_WAY) if workload.members > 1 else (fastest,)
+    seconds: dict[str, list[float]] = {name: [] for name in ("ours", *ways)}
+    works: dict[str, Callable[[], None]] = {"ours": lambda: seconds["ours"].append(side.take(workload).seconds)}
+    for way in ways:
+        works[way] = lambda way=way: seconds[way].append(theirs.take(workload, dtype, way)[0])  # type: ignore[misc]
     alternate(works, repeats=repeats)
-    return Compared(workload, dtype, way, trial_s, Timings({name: tuple(values) for name, values in seconds.items()}))
+    timings = Timings({name: tuple(values) for name, values in seconds.items()})
+    return [Compared(workload, dtype, way, trial_s, timings) for way in ways]
 
 
 def bars_of(values: Result) -> tuple[Bar, ...]:

@@ -42,7 +42,7 @@ class Claims:
             needed = (self._num_pages[tenant.name] + num_needed) / tenant.weight
             if name == tenant.name or needed > self._num_pages[name] / self._tenants[name].weight:
                 return []
-            num_missing -= len(victim.own_pages) + sum(node.num_users == 1 for node in victim.chain)
+            num_missing -= len(victim.own_pages) + sum(node.content.num_holders == 1 for node in victim.chain)
             found.append(victim)
         return found if num_missing <= 0 else []
 

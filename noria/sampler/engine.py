@@ -136,7 +136,7 @@ class SamplerEngine:
             fixed=shapes.fixed,
             max_waiting=config.max_waiting,
             recomputes=config.kv_on_publish == "recompute",
-            shares_prefixes=self._runner.shares_prefixes,
+            shares_prefixes=self._runner.regroups,
         )
         self._scheduler = Scheduler(pool, self._slots, limits)
         self._tickets: dict[Sequence, _Ticket] = {}
@@ -171,8 +171,8 @@ class SamplerEngine:
     @asynccontextmanager
     async def _asked(self, request: SampleRequest, *, is_stream: bool) -> AsyncIterator[Reply]:
         """The reply to a request that has been posted; left before its end, the request is cancelled."""
+        check_request(request, vocab_size=self._model.vocab_size, max_context=self._config.max_context)
         stop_ids, texts = stops_of(request.params, self._eos_id, self._tokenizer)
-        check_request(request, stop_ids, vocab_size=self._model.vocab_size, max_context=self._config.max_context)
         sequence, reply = Sequence(request, stop_ids), Reply(is_stream=is_stream)
         sequence.deadline_s = self._clock.now() + request.timeout_s
         search = StopSearch(self._tokenizer, texts) if texts and self._tokenizer is not None else None
@@ -405,12 +405,12 @@ class SamplerEngine:
         if request.request_id in self._request_ids:
             message = f"request id {request.request_id!r} is in use by an unfinished request; ids are unique"
             return ticket.reply.settle(InvalidRequestError(message))
+        self._tickets[ticket.sequence] = ticket  # first: whatever goes wrong, `fail` finds it
+        self._request_ids.add(request.request_id)
         try:
             self._scheduler.submit(ticket.sequence)
         except NoriaError as error:
-            return ticket.reply.settle(error)
-        self._tickets[ticket.sequence] = ticket
-        self._request_ids.add(request.request_id)
+            self._resolve(ticket.sequence, error)
 
     def _forget(self, sequence: Sequence) -> _Ticket:
         self._request_ids.discard(sequence.request.request_id)

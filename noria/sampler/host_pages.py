@@ -16,6 +16,7 @@ from typing import TypeAlias, final
 import jax
 import jax.numpy as jnp
 import numpy as np
+import numpy.typing as npt
 
 from noria.model.config import ModelConfig
 from noria.model.params import aligned_empty
@@ -26,7 +27,7 @@ MOVE_WIDTH = 16
 """Pages of one program run: 11 MiB of SmolLM2-135M, large enough that bytes, not launches, take the time."""
 
 Pool: TypeAlias = tuple[jax.Array, ...]
-"""Per layer [P, PAGE, K, H], float32."""
+"""Per layer [P, PAGE, K, H]."""
 
 _MIB = 2**20
 
@@ -35,16 +36,16 @@ _MIB = 2**20
 class HostPages:
     """Owner of the places 0 .. num_places - 1. Touched by the device thread only."""
 
-    def __init__(self, model: ModelConfig, host_mib: int, *, is_pinned: bool | None = None) -> None:
-        """host_mib: MiB of host memory that pages may take, touched as they are stored; 0: no places.
+    def __init__(self, model: ModelConfig, host_mib: int, dtype: npt.DTypeLike = np.float32, *, is_pinned: bool | None = None) -> None:
+        """host_mib: MiB of host memory that pages may take, touched as they are stored; 0: no places. dtype: of the pools.
 
         is_pinned: keep pages in memory that an accelerator reads without a copy by the processor; None: where there is an accelerator.
         """
         shape = (model.num_layers, 2, PAGE, model.num_kv_heads, model.head_dim)
-        self.num_places = host_mib * _MIB // (4 * math.prod(shape))
+        self.num_places = host_mib * _MIB // (np.dtype(dtype).itemsize * math.prod(shape))
         self._is_pinned = jax.default_backend() != "cpu" if is_pinned is None else is_pinned
         self._pinned: dict[int, jax.Array] = {}
-        self._places = aligned_empty((0 if self._is_pinned else self.num_places, *shape))
+        self._places = aligned_empty((0 if self._is_pinned else self.num_places, *shape), dtype)
 
     def warm_up(self, k: Pool, v: Pool) -> tuple[Pool, Pool]:
         """Compile the two programs. Donates the pools; returned unchanged, but for the trash page.
@@ -76,7 +77,7 @@ class HostPages:
                 pages = [self._pinned[place] for place in places]
                 k, v = _put_pinned(k, v, (*pages, *pages[:1] * (MOVE_WIDTH - len(pages))), page_X)
             else:
-                pages_XL = np.empty((MOVE_WIDTH, *self._places.shape[1:]), np.float32)  # a new one: JAX may read it after this call
+                pages_XL = np.empty((MOVE_WIDTH, *self._places.shape[1:]), self._places.dtype)  # a new one: JAX may read it after this call
                 pages_XL[: len(places)] = self._places[places]
                 pages_XL[len(places) :] = 0  # values in pages are finite, the trash page's too
                 k, v = _put(k, v, pages_XL, page_X)

@@ -47,7 +47,7 @@ class Content:
 
     page: int
     place: int | None = None
-    nodes: list["Node"] = field(default_factory=list)
+    nodes: dict["Node", None] = field(default_factory=dict)  # in the order in which they came to know it
     num_holders: int = 0
     depth: int = 0
     is_awaited: bool = False
@@ -165,16 +165,13 @@ class PagePool:
 
         False: it would take more stores than a dispatch makes; to be asked for again in the next plan.
         """
-        contents = [node.content for node in beside]
-        num_pages += sum(not content.page for content in contents)
+        nodes = tuple(beside)
+        num_pages += sum(not node.page for node in nodes)
         if len(self._free) < num_pages:
-            for content in contents:
-                self._hold(content)
+            self._use(nodes)
             while len(self._free) < num_pages and self._places.num_stores < self.max_moves:
                 self._evict_one()
-            now = next(self._tick)
-            for content in contents:
-                self._unhold(content, now)
+            self.release(nodes)
         return len(self._free) >= num_pages
 
     def keep(self, nodes: tuple[Node, ...]) -> int:
@@ -182,9 +179,7 @@ class PagePool:
 
         Returns the number of the last load, planned now or before, that it must wait for (`loads_through`); 0 for none.
         """
-        for node in nodes:
-            node.num_users += 1
-            self._hold(node.content)
+        self._use(nodes)
         for node in nodes:
             if not node.content.page:
                 self._place_on_device(node.content)
@@ -289,15 +284,15 @@ class PagePool:
     def _add(self, parent: Node, ids: Ids, content: Content, *, is_filled: bool) -> Node:
         assert ids not in parent.children
         node = parent.children[ids] = Node(content, ids, parent, is_filled)
-        content.nodes.append(node)
+        content.nodes[node] = None
         content.depth = parent.content.depth + 1
         return node
 
     def _repoint(self, node: Node, content: Content) -> None:
         """A stored node whose K/V a request has on the device again, by its own work."""
         stored, node.content = node.content, content
-        content.nodes.append(node)
-        stored.nodes.remove(node)
+        content.nodes[node] = None
+        del stored.nodes[node]
         self._discard_if_unknown(stored)
 
     def _remove(self, top: Node) -> None:
@@ -309,7 +304,7 @@ class PagePool:
             content = node.content
             if content.is_idle and len(content.nodes) == 1:
                 self._num_idle -= 1
-            content.nodes.remove(node)
+            del content.nodes[node]
             self._discard_if_unknown(content)
         namespace = self._namespace_of.get(top.parent)
         if namespace is not None:
@@ -327,6 +322,11 @@ class PagePool:
             del self._namespace_of[root], self._roots[namespace]
 
     # Pages of the device
+
+    def _use(self, nodes: tuple[Node, ...]) -> None:
+        for node in nodes:
+            node.num_users += 1
+            self._hold(node.content)
 
     def _hold(self, content: Content) -> None:
         self._num_idle -= content.is_idle
@@ -372,8 +372,7 @@ class PagePool:
             self._leave_device(content)
             return
         self.counts.num_evicted += 1
-        for node in content.nodes.copy():
-            self._remove(node)
+        self._lose(content)
 
     def _has_place_for(self, content: Content) -> bool:
         """In host memory; the K/V that were stored first make room."""
@@ -382,9 +381,18 @@ class PagePool:
             if oldest is None:
                 return False
             self.counts.num_dropped += 1
-            for node in oldest.nodes.copy():
-                self._remove(node)
+            self._lose(oldest)
         return bool(content.nodes)
+
+    def _lose(self, content: Content) -> None:
+        """Forget it wherever it is known, and there also what led to nothing else and two others knew before: else a prefix that stays in use would
+        be remembered for every episode that ever began with it."""
+        for node in list(content.nodes):
+            above = node.parent
+            self._remove(node)
+            while above and above.parent and not above.children and not above.num_users and above not in islice(above.content.nodes, 2):
+                node, above = above, above.parent
+                self._remove(node)
 
 
 @final
@@ -488,7 +496,4 @@ def _closest_child(node: Node, ids: Ids) -> tuple[Node | None, int]:
 
 
 def _num_equal(left: Ids, right: Ids) -> int:
-    for index, (a, b) in enumerate(zip(left, right, strict=False)):
-        if a != b:
-            return index
-    return min(len(left), len(right))
+    return next((index for index, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), min(len(left), len(right)))

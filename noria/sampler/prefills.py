@@ -20,7 +20,6 @@ class Prefills:
         self._slots = slots
         self._tenants = tenants
         self._prefills: list[Prefill] = []
-        self._scored_last: set[str] = set()  # tenants of whose prefills a scored one last opened a dispatch
 
     def __bool__(self) -> bool:
         return bool(self._prefills)
@@ -70,13 +69,13 @@ class Prefills:
             tenant = min((p.tenant for p in runnable), key=lambda name: self._tenants[name].service)
             own = [p for p in runnable if p.tenant == tenant]
             if not rows:
-                own = [p for p in own if p.is_scored != (tenant in self._scored_last)] or own
+                own = [p for p in own if p.is_scored != self._tenants[tenant].is_scored_last] or own
             prefill = min(own, key=lambda p: p.num_remaining) if tenant in served else own[0]
             if not self._slots.bring(prefill.run_id, prefill.version):
                 waiting.add(prefill)
                 continue
             if not rows:
-                (self._scored_last.add if prefill.is_scored else self._scored_last.discard)(tenant)
+                self._tenants[tenant].is_scored_last = prefill.is_scored
             served.add(tenant)
             runs.add(prefill.run_id)
             if prefill.source is not None:

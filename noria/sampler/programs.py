@@ -32,7 +32,7 @@ ROWS_PER_GROUP = 2
 """Prefill rows that attention reads blocks for at once."""
 
 Pool: TypeAlias = tuple[jax.Array, ...]
-"""Per layer [pages, PAGE, K, H], float32."""
+"""Per layer [pages, PAGE, K, H], in the dtype of the base."""
 
 Leaf: TypeAlias = Any
 """An array of a dispatch's input: NumPy where it is packed, jax.Array inside a program."""
@@ -101,19 +101,20 @@ class _Positions(NamedTuple):
 
 
 class _Shape(NamedTuple):
-    """Static: positions that use one page table, and tables that attention reads blocks for at once."""
+    """Static: positions that use one page table, tables that attention reads blocks for at once, and whether it reads for all where it can."""
 
     queries_per_table: int
     rows_per_group: int
+    is_joint: bool = False
 
 
-@partial(jax.jit, static_argnames=("config", "max_steps"), donate_argnums=(1, 2))
-def decode(resident: Resident, k: Pool, v: Pool, lanes: Lanes, *, config: ModelConfig, max_steps: int) -> tuple[Tokens, Pool, Pool]:
-    """Sample up to max_steps tokens per lane, stopping when every lane has finished."""
+@partial(jax.jit, static_argnames=("config", "max_steps", "is_joint"), donate_argnums=(1, 2))
+def decode(resident: Resident, k: Pool, v: Pool, lanes: Lanes, *, config: ModelConfig, max_steps: int, is_joint: bool) -> tuple[Tokens, Pool, Pool]:
+    """Sample up to max_steps tokens per lane, stopping when every lane has finished. is_joint: see `attend_rows`."""
     width = lanes.table_WP.shape[0]
     lane_W = jnp.arange(width)
     plan = plan_rows(resident.slots, lanes.slot_R)
-    shape = _Shape(queries_per_table=1, rows_per_group=LANES_PER_TILE)
+    shape = _Shape(queries_per_table=1, rows_per_group=LANES_PER_TILE, is_joint=is_joint)
 
     def is_running(carry: tuple[Any, ...]) -> jax.Array:
         step, _, _, remaining_W = carry[:4]
@@ -178,12 +179,13 @@ def _forward(
 
         def attention(q_RCNH: jax.Array, k_RCKH: jax.Array, v_RCKH: jax.Array, layer: int = layer) -> jax.Array:
             k_WKH, v_WKH = (x.reshape(-1, *x.shape[2:]) for x in (k_RCKH, v_RCKH))
-            new_k[layer] = new_k[layer].at[at.page_W, offset_W].set(k_WKH)
+            new_k[layer] = new_k[layer].at[at.page_W, offset_W].set(k_WKH.astype(k[layer].dtype))
             is_finite_WKH = jnp.isfinite(v_WKH)
-            new_v[layer] = new_v[layer].at[at.page_W, offset_W].set(jnp.where(is_finite_WKH, v_WKH, 0.0))
+            new_v[layer] = new_v[layer].at[at.page_W, offset_W].set(jnp.where(is_finite_WKH, v_WKH, 0.0).astype(v[layer].dtype))
             q = q_RCNH.reshape(-1, shape.queries_per_table, *q_RCNH.shape[2:])
             keys = new_k[layer], new_v[layer], at.table
-            out = attend_rows(q, *keys, position_query, num_shared_U=at.num_shared_U, rows_per_group=shape.rows_per_group)
+            read = partial(attend_rows, rows_per_group=shape.rows_per_group, is_joint=shape.is_joint)
+            out = read(q, *keys, position_query, num_shared_U=at.num_shared_U)
             broken_W = jnp.where(is_finite_WKH.all((1, 2)), 0.0, jnp.nan)
             return out.reshape(q_RCNH.shape) + broken_W.reshape(*q_RCNH.shape[:2], 1, 1)
 

@@ -9,6 +9,7 @@ Arrays are packed column by column: filling them lane by lane took longer than a
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain
 from typing import Any, TypeAlias, final
 
@@ -25,7 +26,7 @@ from noria.sampler import programs
 from noria.sampler.adapters import AdapterSlots, visits_rows
 from noria.sampler.draw import Choice
 from noria.sampler.host_pages import HostPages
-from noria.sampler.paged_attention import shares_exactly
+from noria.sampler.paged_attention import regroups_exactly
 from noria.sampler.pages import PAGE
 from noria.sampler.programs import Lanes, Pool, Resident, Rows, Scores, Tokens
 from noria.sampler.sequence import (
@@ -89,12 +90,13 @@ class Runner:
         self._num_steps = config.steps_per_dispatch
         self._num_table_pages = -(-config.max_context // (PAGE * BLOCK_PAGES)) * BLOCK_PAGES
         pool_shape = (config.num_pages, PAGE, model.num_kv_heads, model.head_dim)
-        self._k: Pool = tuple(jnp.zeros(pool_shape, jnp.float32) for _ in range(model.num_layers))
-        self._v: Pool = tuple(jnp.zeros(pool_shape, jnp.float32) for _ in range(model.num_layers))
+        dtype = base.layers[0]["k"].dtype
+        self._k: Pool = tuple(jnp.zeros(pool_shape, dtype) for _ in range(model.num_layers))
+        self._v: Pool = tuple(jnp.zeros(pool_shape, dtype) for _ in range(model.num_layers))
         self._top = {name: array for name, array in base.stacked.items() if name != "layers"}
         self._layers = base.layers
         self._slots = AdapterSlots(model, config.num_slots, rank_classes, self.shapes.tops)
-        self._host = HostPages(model, config.host_mib)
+        self._host = HostPages(model, config.host_mib, dtype)
         self._used: set[tuple[str, int, int]] = set()
 
     @property
@@ -107,10 +109,11 @@ class Runner:
         """Pages that host memory has places for."""
         return self._host.num_places
 
-    @property
-    def shares_prefixes(self) -> bool:
-        """A prefix that lanes have in common may be read once for all of them: no bit changes."""
-        return shares_exactly(self._model.num_heads, self._model.num_kv_heads, self._model.head_dim)
+    @cached_property
+    def regroups(self) -> bool:
+        """Attention may read keys for any lanes at once, and a prefix that lanes have in common once for all of them: no bit changes."""
+        heads = self._model.num_heads, self._model.num_kv_heads, self._model.head_dim
+        return all(regroups_exactly(heads, width, self._k[0].dtype) for width in self.shapes.lanes)
 
     def warm_up(self) -> None:
         """Compile every program of the closed set. Takes seconds per program for deep models; without it, the first use compiles."""
@@ -179,7 +182,8 @@ class Runner:
 
     def _run_decode(self, lanes: Lanes) -> Tokens:
         self._used.add(("decode", len(lanes.id_W), len(lanes.slot_R)))
-        tokens, self._k, self._v = programs.decode(self._resident, self._k, self._v, lanes, config=self._model, max_steps=self._num_steps)
+        settings = {"config": self._model, "max_steps": self._num_steps, "is_joint": self.regroups}
+        tokens, self._k, self._v = programs.decode(self._resident, self._k, self._v, lanes, **settings)
         return tokens
 
     def _run_prefill(self, rows: Rows, *, is_scored: bool) -> Scores | None:

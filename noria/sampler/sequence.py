@@ -26,8 +26,9 @@ BLOCK_PAGES = 4
 """Pages that decoding's attention reads at once; a shared prefix is a multiple of it. Larger blocks are no faster for long rows, half as fast for
 rows of 64, and share less."""
 
-MAX_STOP_IDS = 8
-"""Stop ids of one request, the model's end-of-text id included: the width of a device array."""
+MAX_STOP_IDS = 16
+"""Stop ids of one request: the width of a device array. Room for as many as there may be stop texts, which may all be of one token, beside the ids
+that end a turn."""
 
 
 @dataclass(eq=False, slots=True)

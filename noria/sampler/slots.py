@@ -91,8 +91,11 @@ class SlotTable:
     def advance(self, run_id: str, version: int, contents: Contents = None) -> None:
         """Make `version` the run's newest. contents: comes back from `take_writes`.
 
-        Raises StateConflictError if `version` does not come after the run's newest, or a retired run of this name still has pinned versions.
+        Raises StateConflictError if `version` does not come after the run's newest, a retired run of this name still has pinned versions, or the run
+        is the base.
         """
+        if run_id == BASE_RUN:
+            raise StateConflictError(f"cannot publish version {version} of run {BASE_RUN!r}, which is the plain base: name a run")
         newest = self._newest.get(run_id)
         if newest is None and (pinned := self._kept(run_id)):
             raise StateConflictError(f"run {run_id!r}: cannot publish, a stopped run of this name has pinned versions {pinned}: unpin them")
@@ -106,8 +109,8 @@ class SlotTable:
             self._forget_if_unused(run_id, newest)
 
     def retire(self, run_id: str) -> None:
-        """The run has ended: its newest version goes as soon as nobody uses it. Unknown runs are ignored."""
-        version = self._newest.pop(run_id, None)
+        """The run has ended: its newest version goes as soon as nobody uses it. Unknown runs are ignored, and so is the base."""
+        version = self._newest.pop(run_id, None) if run_id != BASE_RUN else None
         if version is not None:
             self._forget_if_unused(run_id, version)
 

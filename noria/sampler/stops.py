@@ -9,6 +9,7 @@ from typing import final
 
 from noria.errors import ConfigError, InvalidRequestError
 from noria.protocols import Tokenizer
+from noria.sampler.sequence import MAX_STOP_IDS
 from noria.text.stream import TextStream
 from noria.types import Ids, SamplingParams
 
@@ -16,7 +17,7 @@ from noria.types import Ids, SamplingParams
 def stops_of(params: SamplingParams, eos_id: int, tokenizer: Tokenizer | None) -> tuple[Ids, tuple[str, ...]]:
     """Stop ids, ascending, end of text included; and stop texts to look for. A special token's text, which no decoded text contains, becomes its id.
 
-    Raises InvalidRequestError for stop texts without a tokenizer.
+    Raises InvalidRequestError for stop texts without a tokenizer, and for more than MAX_STOP_IDS ids.
     """
     if params.stop and tokenizer is None:
         raise InvalidRequestError(f"stop texts {params.stop} need a tokenizer, which this sampler has none of; use stop_ids")
@@ -27,6 +28,8 @@ def stops_of(params: SamplingParams, eos_id: int, tokenizer: Tokenizer | None) -
             texts.append(text)
         else:
             ids.add(special_id)
+    if len(ids) > MAX_STOP_IDS:
+        raise InvalidRequestError(f"at most {MAX_STOP_IDS} stop ids, end of text and the stop texts of special tokens included, got {len(ids)}")
     return tuple(sorted(ids)), tuple(texts)
 
 

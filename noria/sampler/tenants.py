@@ -1,7 +1,8 @@
 """Whose turn it is: the tenants' accounts, and the order in which each tenant's requests are admitted. Plain Python.
 
 Service is virtual time: tokens charged 1 (prefill) : 2 (decode), divided by the tenant's weight (start-time fair queueing, Goyal et al. 1996). A
-tenant that comes back from idling starts at the smallest virtual time of the busy ones, so that idling earns no credit.
+tenant that comes, or comes back from idling, starts at the smallest virtual time of the busy ones at least, so that idling earns no credit; where
+none is busy, at the largest of all, so that whoever was served while nobody else wanted anything owes nobody for it.
 
 Of one tenant's requests go first those that were preempted, then those whose episode had pages here when they came, then the others; but of these the
 one that has waited longest is overtaken by no more than MAX_OVERTAKEN.
@@ -21,13 +22,17 @@ DECODE_CHARGE = 2
 MAX_OVERTAKEN = 8
 """Warm requests that may be admitted in a row before an older cold one: few, since each of them may hold its lane for long."""
 
+MAX_IDLE = 64
+"""Tenants that may be kept for nothing, beside twice as many as were kept for something."""
+
 
 @final
 @dataclass(eq=False, slots=True)
 class Tenant:
     """One tenant's account and queue. Owned by the scheduler's `Tenants`.
 
-    num_active: requests admitted and unfinished. preempted: by the turn that they had; warm, cold: by arrival.
+    num_active: requests admitted and unfinished. preempted: by the turn that they had; warm, cold: by arrival. is_scored_last: of its prefills a
+    scored one last opened a dispatch.
     """
 
     name: str
@@ -35,6 +40,7 @@ class Tenant:
     service: float = 0.0
     num_active: int = 0
     num_overtaken: int = 0
+    is_scored_last: bool = False
     preempted: list[Sequence] = field(default_factory=list)
     warm: deque[Sequence] = field(default_factory=deque)
     cold: deque[Sequence] = field(default_factory=deque)
@@ -92,10 +98,12 @@ class Tenant:
 
 @final
 class Tenants:
-    """All tenants ever seen. Touched by the device thread only."""
+    """All tenants but those that may be forgotten: idle ones whose account says no more than a newcomer's. Touched by the device thread only."""
 
     def __init__(self) -> None:
         self._tenants: dict[str, Tenant] = {}
+        self._level = 0.0  # service that a newcomer starts with
+        self._num_kept = 0  # by the last sweep
 
     def __iter__(self) -> Iterator[Tenant]:
         return iter(self._tenants.values())
@@ -103,6 +111,9 @@ class Tenants:
     def __getitem__(self, name: str) -> Tenant:
         tenant = self._tenants.get(name)
         if tenant is None:
+            if len(self._tenants) > 2 * self._num_kept + MAX_IDLE:
+                self._tenants = {t.name: t for t in self if t.is_busy or t.weight != 1 or t.service > self._level}
+                self._num_kept = len(self._tenants)
             tenant = self._tenants[name] = Tenant(name)
         return tenant
 
@@ -110,7 +121,9 @@ class Tenants:
         """Queue a new request."""
         tenant = self[sequence.request.tenant]
         if not tenant.is_busy:
-            tenant.service = max(tenant.service, min((t.service for t in self if t.is_busy), default=0.0))
+            busy = [t.service for t in self if t.is_busy]
+            self._level = max(self._level, min(busy) if busy else max(t.service for t in self))
+            tenant.service = max(tenant.service, self._level)
         tenant.push(sequence, is_warm=is_warm)
 
     def charge(self, name: str, tokens: int) -> None:

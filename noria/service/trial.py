@@ -223,7 +223,7 @@ def memory_bytes(model: ModelConfig, server: ServerConfig) -> dict[str, int]:
     return {
         "host weights": 0 if is_cpu and itemsize == 4 else 4 * model.num_parameters,
         f"base, {dtype}": itemsize * device,
-        "K/V pool": server.sampler.num_pages * PAGE * model.kv_bytes_per_position(np.float32),
+        "K/V pool": server.sampler.num_pages * PAGE * model.kv_bytes_per_position(np.float32) * itemsize // 4,
         "adapter slots, sampler": server.sampler.num_slots * sum(map(adapter, server.learner.rank_classes)),
         "adapter slots, learner": 4 * server.learner.num_slots * sum(map(adapter, server.learner.rank_classes)),  # parameters, moments, gradient
         "microbatch residuals": server.learner.max_positions * kept,

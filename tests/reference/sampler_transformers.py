@@ -10,11 +10,11 @@ One request a line on standard input, one JSON object a line on standard output:
     DTYPE WAY MEMBERS ANSWER NAME             `members` samples of each prompt of NAME, exactly ANSWER new tokens each -> {"seconds", "ids"}
 
 Efficient, not a straw man: greedy (no softmax, no sort), no log-probabilities, all samples as one batch, prompts of equal length, so no padding;
-SDPA; one thread per core. The ways, of which the caller takes the fastest:
+SDPA; one thread per core. The ways:
 
     dynamic    generate on every sample's own row
     static     the same with preallocated keys and values
-    shared     the prompts run once, their cache repeated for their samples, generate from there: what transformers has for groups
+    shared     the prompts run once, their cache repeated for their samples, generate from there: no option of generate, but what its parts can do
 """
 
 import json
