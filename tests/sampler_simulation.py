@@ -6,7 +6,8 @@ from collections import Counter
 from itertools import count
 
 from noria.sampler.pages import PAGE, PagePool
-from noria.sampler.scheduler import Limits, Scheduler
+from noria.sampler.schedule import Limits
+from noria.sampler.scheduler import Scheduler
 from noria.sampler.sequence import BLOCK_PAGES, CHUNK, PrefillDispatch, Sampled, Scored, Sequence
 from noria.sampler.slots import SlotTable
 from noria.types import SampleRequest, SamplingParams

@@ -113,7 +113,8 @@ def test_pages_are_preempted_for_a_tenant_below_its_share_and_for_no_other():
     device.step()
     assert [reasons(device)[s.request.request_id] for s in mine] == [(0, "decoding"), (0, "pages")], "the one admitted last goes back"
     assert (late[0].turn, device.scheduler.counts.num_preempted) == (2, 1)
-    assert reasons(device)[late[1].request.request_id][1] == "fairness", "its tenant holds its share"
+    assert reasons(device)[late[1].request.request_id][1] == "prefill", "into what is free: its tenant holds less even so"
+    assert device.scheduler.counts.num_preempted == 1
     assert set(device.finish()) == {*mine, *late}
     assert device.scheduler.counts.num_preempted < 10
 
@@ -175,7 +176,7 @@ def test_a_scored_prompt_is_prefilled_whole_in_rows_of_its_own_and_then_cached_f
 # Queues
 
 
-def test_a_request_too_big_for_now_waits_and_is_not_overtaken():
+def test_a_request_too_big_for_now_waits_and_is_not_overtaken_by_its_own_tenants():
     device = build(40)
     first = device.submit(ids(400), max_tokens=100)
     device.step()
@@ -185,6 +186,56 @@ def test_a_request_too_big_for_now_waits_and_is_not_overtaken():
     assert reasons(device) == {first.request.request_id: (0, "prefill"), big.request.request_id: (0, "pages"), small.request.request_id: (1, "pages")}
     assert device.finish() == [first, small, big]
     assert device.scheduler.counts.num_preempted == 0
+
+
+def waits_beside_a_big_one(num_before):
+    """Dispatches that a small request takes beside long ones of another tenant, and a big one of a third that comes for nearly the whole pool."""
+    device = build(128)
+    for number in range(num_before):
+        device.submit(ids(20, number), tenant="long", max_tokens=400)
+    run_steps(device, 4)
+    big = device.submit(ids(1900, 999), tenant="big", max_tokens=8)
+    device.step()
+    small = device.submit(ids(20, 1000), tenant="small", max_tokens=4)
+    return device, big, steps_until(device, lambda finished: small in finished)
+
+
+@pytest.mark.parametrize("num_before", [1, 8])
+def test_a_big_request_holds_up_no_other_tenants_small_one_whether_it_waits_or_is_prefilled(num_before):
+    device, big, number = waits_beside_a_big_one(num_before)
+    assert (big.turn >= 0) == (num_before == 1)
+    assert number <= 3, "one prefill and one decode dispatch, and one between them"
+    assert big in device.finish()
+    assert big.num_overtaken <= 1
+
+
+@pytest.mark.parametrize("num_before", [1, 8])
+def test_a_big_request_is_overtaken_no_more_than_a_few_times_whoever_comes(num_before):
+    """In every dispatch another tenant's small request comes, for ever, and other long ones: by then whatever was active has ended."""
+    device, big, _ = waits_beside_a_big_one(num_before)
+    for number in range(3000):
+        device.submit(ids(20, number), tenant=f"s{number}", max_tokens=4)
+        if number % 50 == 0:
+            device.submit(ids(20, number), tenant="long", max_tokens=400)
+        if big in (device.step() or ()):
+            break
+    assert big.is_finished
+    assert big.num_overtaken <= MAX_OVERTAKEN
+    assert number < 400
+
+
+def test_nobody_overtakes_whose_tenant_would_then_hold_more_for_its_weight_than_that_of_the_one_that_waits():
+    device = build(40)
+    device.scheduler.set_weight("b", 3.0)
+    device.submit(ids(470), tenant="a", max_tokens=100)
+    device.step()
+    waiting = device.submit(ids(150, 1), tenant="b", max_tokens=4)
+    small = [device.submit(ids(20, number), tenant="c", max_tokens=4) for number in (2, 3)]
+    device.step()
+    assert device.scheduler.pool.num_available >= 3 + 2, "enough for the second as well, with room for the first to grow"
+    assert (waiting.turn, [one.turn for one in small]) == (-1, [1, -1])
+    assert reasons(device)[small[1].request.request_id] == (0, "pages")
+    assert len(device.finish()) == 4
 
 
 def test_a_tenant_may_have_so_many_waiting_and_no_more():
@@ -263,6 +314,24 @@ def test_after_a_publish_keys_and_values_are_kept_or_computed_anew(recomputes):
     device.submit(ids(50), run="a", version=None, max_tokens=1)
     device.finish()
     assert device.counts["prefilled"] == 49 + 49 + (num_sampled if recomputes else 0), "version 1 finds its own pages only"
+
+
+@pytest.mark.parametrize(("wants_prompt", "every"), [(False, 10), (True, 10), (False, 3)])
+def test_a_long_prompt_gets_its_tokens_however_often_there_are_publishes(wants_prompt, every):
+    """Its prefill takes 16 dispatches. It keeps the version that it restarts with until it has sampled under it, and then takes the newest."""
+    device = build(runs="a", recomputes=True)
+    mine = device.submit(ids(2000), run="a", max_tokens=12, wants_prompt=wants_prompt)
+    for number in range(1, 200):
+        if number % every == 0:
+            device.slots.advance("a", number, ("a", number))
+            device.scheduler.publish_moved("a")
+        if mine in (device.step() or ()):
+            break
+    assert (mine.is_finished, mine.num_mixed) == (True, 0)
+    assert number < 4 * 25
+    assert mine.versions == sorted(mine.versions)
+    assert [mine.versions.count(version) for version in sorted(set(mine.versions))] == [STEPS] * 3, "each restart comes to a dispatch's tokens"
+    assert device.slots.num_known == 1
 
 
 # Tiles

@@ -29,7 +29,7 @@ from noria.model.weights import LoadedBase
 from noria.observe import SpanRecorder
 from noria.sampler.engine import SamplerEngine
 from noria.sampler.runner import Shapes
-from noria.sampler.scheduler import ScheduleCounts
+from noria.sampler.schedule import ScheduleCounts
 from noria.sampler.slots import BASE_RUN
 from noria.service.device import SharedDevice, Stage
 from noria.types import Completion, Ids, SampleRequest, SamplingParams
@@ -172,10 +172,11 @@ class Side:
             self._loaded[rank] = index + 1
 
     def publish_next(self, workload: Workload) -> None:
-        """The workload's first adapter gets another version, of other bytes. Device thread only."""
+        """The workload's first adapter gets another version, of other bytes, and the proof that a server gives of it. Device thread only."""
         run_id = run_of(workload.rank, 0)
         version = self.sampler.newest_version(run_id) + 1
         self.sampler.publish(run_id, version, self._adapters[version % NUM_DISTINCT], workload.spec.scale)
+        self.sampler.checksum(run_id, version)
 
     def take(self, workload: Workload, *, prompts: list[Ids] | None = None, is_greedy: bool = False, publish_every: int | None = None) -> Taken:
         """One round. prompts: None for some that no round had. publish_every: decode steps between two publishes of its first adapter."""

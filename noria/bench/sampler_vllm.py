@@ -6,7 +6,7 @@ The peers are processes of an environment of their own (tests/reference/sampler_
     eager       the same without compilation: the control, since vLLM's CPU build compiles nothing once it serves adapters
     adapters    four adapters of rank 8, of which prompt i has number i modulo 4
 
-An engine's dtype is the faster one of float32 and bfloat16 on this machine, found on a first round of both; ours is what a server here would choose.
+Each side's dtype is its faster one of float32 and bfloat16 on this machine, found on a first round of both.
 vLLM samples greedily, without log-probabilities and without text, its cheapest way; ours draws at temperature 1 and gives log-probabilities.
 
 Before anything is timed, both sides continue the same prompts greedily: unless most of their first tokens are the same, with adapters too, they do
@@ -37,7 +37,6 @@ from noria.errors import ConfigError
 from noria.model.config import ModelConfig
 from noria.model.export import write_merged, write_peft
 from noria.model.lora import zero_adapter
-from noria.model.placement import base_dtype
 from noria.model.weights import LoadedBase
 from noria.types import Ids
 
@@ -148,8 +147,8 @@ def write_folder(folder: Path, loaded: LoadedBase, sizes: Sizes) -> None:
 def _compare_all(folder: Path, loaded: LoadedBase, sizes: Sizes, modes: list[str], repeats: int) -> list[Compared]:
     """All works by turns, after a round of each that is not counted."""
     plain, adapted = sizes.vllm
-    workloads, our_dtype = {mode: adapted if mode == "adapters" else plain for mode in modes}, base_dtype()
-    side = Side(loaded, SamplerConfig(), dtype=jnp.dtype(our_dtype), rank_classes=(adapted.rank,), shapes=sizes.shapes)
+    workloads, our_dtype = {mode: adapted if mode == "adapters" else plain for mode in modes}, our_fastest(loaded, sizes)
+    side = _side(loaded, sizes, our_dtype)
     seconds: dict[str, list[float]] = {}
     works: dict[str, Callable[[], None]] = {}
 
@@ -179,6 +178,21 @@ def _our_seconds(side: Side, workload: Workload) -> float:
 
 def _their_seconds(engine: Theirs, workload: Workload) -> float:
     return engine.take(workload)[0]
+
+
+def our_fastest(loaded: LoadedBase, sizes: Sizes) -> str:
+    """Our faster dtype."""
+    seconds = {}
+    for dtype in DTYPES:
+        side = _side(loaded, sizes, dtype)
+        with serving(side):
+            side.take(sizes.vllm[0])
+            seconds[dtype] = side.take(sizes.vllm[0]).seconds
+    return min(seconds, key=lambda dtype: seconds[dtype])
+
+
+def _side(loaded: LoadedBase, sizes: Sizes, dtype: str) -> Side:
+    return Side(loaded, SamplerConfig(), dtype=jnp.dtype(dtype), rank_classes=(sizes.vllm[1].rank,), shapes=sizes.shapes)
 
 
 def fastest(stack: ExitStack, folder: Path, tried: tuple[str, tuple[str, ...]], workload: Workload, config: ModelConfig) -> Theirs:

@@ -39,12 +39,15 @@ class Claims:
             if not self._candidates[name]:
                 del self._candidates[name]
             self._num_pages[name] -= len(victim.table)
-            needed = (self._num_pages[tenant.name] + num_needed) / tenant.weight
-            if name == tenant.name or needed > self._num_pages[name] / self._tenants[name].weight:
+            if name == tenant.name or self.share(tenant, num_needed) > self.share(self._tenants[name]):
                 return []
             num_missing -= len(victim.own_pages) + sum(node.content.num_holders == 1 for node in victim.chain)
             found.append(victim)
         return found if num_missing <= 0 else []
 
+    def share(self, tenant: Tenant, num_more: int = 0) -> float:
+        """Pages that a tenant would hold with so many more, for its weight."""
+        return (self._num_pages[tenant.name] + num_more) / tenant.weight
+
     def _most_over(self) -> str:
-        return max(self._candidates, key=lambda name: self._num_pages[name] / self._tenants[name].weight)
+        return max(self._candidates, key=lambda name: self.share(self._tenants[name]))

@@ -34,7 +34,8 @@ from noria.protocols import Clock, Spans, Tokenizer
 from noria.sampler.pages import PAGE, PageCounts, PagePool
 from noria.sampler.requests import check_request
 from noria.sampler.runner import Runner, Shapes
-from noria.sampler.scheduler import Limits, ScheduleCounts, Scheduler, Waiting
+from noria.sampler.schedule import Limits, ScheduleCounts, Waiting
+from noria.sampler.scheduler import Scheduler
 from noria.sampler.sequence import DecodeDispatch, PrefillDispatch, Sampled, Sequence
 from noria.sampler.slots import SlotTable, SlotWrite
 from noria.sampler.stops import StopSearch, stops_of

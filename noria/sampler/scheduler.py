@@ -1,7 +1,7 @@
 """Which requests get pages and lanes, and what the next dispatch is. Plain Python: no arrays, no time, no threads.
 
     submit ─▶ waiting (per tenant: `tenants`)
-                 │ admission: the tenant with the fewest active requests per weight; pages for what is known of it, or nobody overtakes
+                 │ admission: the tenant with the fewest active requests per weight; pages for what is known of it, or few overtake
                  ▼
               active ─▶ prefill rows ─▶ decode lanes ─▶ finished
                  │      the tenant with the least service per weight goes first
@@ -16,7 +16,11 @@ A request holds the pages that it has filled and those that the next dispatch ma
 request with the least claim is preempted: of the tenant that holds most pages for its weight, the one admitted last. What it has filled is cached,
 what it has sampled stays, and it comes back in front of its tenant's queue, with the claim that it had. Admission leaves room for the active ones to
 grow, and preempts only for a tenant that even afterwards holds less for its weight than the other, so never back and forth. Nothing gets stuck: of
-those who are short of pages one takes a decode step or gives way to others that hold some, and what has been sampled stays sampled.
+those who are short of pages one takes a decode step or gives way to others that hold some, and what has been sampled stays sampled. Nor does one that
+needs many pages hold up everybody: newcomers of tenants that hold less overtake it into what is free, but no more than MAX_OVERTAKEN ever do.
+
+Where a publish has K/V computed anew (`recomputes`), whoever comes back keeps the version that it comes back with until it has sampled under it:
+however often there are publishes, and however long the prompt, each return makes progress.
 
 Deterministic runs (`set_deterministic`) get the same bits whatever else is going on. While any of their requests could run, dispatches are no larger
 than the one shape that such requests run in, and whoever else is ready rides along. Their requests have all their pages from admission on and are
@@ -27,16 +31,16 @@ turn builds on it.
 
 import heapq
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from collections.abc import Sequence as Many
-from dataclasses import dataclass
 from itertools import count
-from typing import Literal, NamedTuple, TypeAlias, final
+from typing import NamedTuple, final
 
 from noria.errors import QueueFullError
 from noria.sampler.claims import Claims
 from noria.sampler.pages import NOTHING, PAGE, Match, Namespace, Node, PagePool
 from noria.sampler.prefills import Prefills
+from noria.sampler.schedule import Limits, Reason, ScheduleCounts, Waiting
 from noria.sampler.sequence import (
     BLOCK_PAGES,
     LANES_PER_TILE,
@@ -48,56 +52,11 @@ from noria.sampler.sequence import (
     Sequence,
 )
 from noria.sampler.slots import SlotTable
-from noria.sampler.tenants import DECODE_CHARGE, Tenant, Tenants
+from noria.sampler.tenants import DECODE_CHARGE, MAX_OVERTAKEN, Tenant, Tenants
 from noria.sampler.tiles import Lane, lanes_per_tile, pack
 
 ROOM_TO_GROW = 2
 """Pages that admission leaves for each active request, if it may still need so many."""
-
-Reason: TypeAlias = Literal["lanes", "pages", "fairness", "prefill", "slot", "decoding"]
-"""What a request waits for: a lane; pages; another's turn, or that of its tenant; its prompt's K/V; an adapter slot; nothing but its own tokens."""
-
-
-class Waiting(NamedTuple):
-    """Why a request is not finished. position: how many requests of its tenant are admitted before it (0 if it is admitted)."""
-
-    request_id: str
-    tenant: str
-    position: int
-    reason: Reason
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """What a scheduler may plan.
-
-    widths: lanes of the decode programs, multiples of 8, ascending; the last is the most. num_rows: most rows of a prefill dispatch. num_steps: most
-    decode steps of one dispatch. fixed: lanes and rows of dispatches with requests of deterministic runs; None: as many as any. max_waiting: requests
-    of one tenant. recomputes: after a publish, unfinished requests are prefilled again (`kv_on_publish`). shares_prefixes: lanes may read a prefix
-    that they have in common once for all.
-    """
-
-    widths: tuple[int, ...]
-    num_rows: int
-    num_steps: int
-    fixed: tuple[int, int] | None = None
-    max_waiting: int = 4096
-    recomputes: bool = False
-    shares_prefixes: bool = True
-
-
-@dataclass(slots=True)
-class ScheduleCounts:
-    """What has been scheduled since the start; only ever grows.
-
-    num_asked: positions that admitted requests needed K/V of. num_found: of these, cached, or already being prefilled for another. num_preempted:
-    requests; num_recomputed: positions prefilled again because of it.
-    """
-
-    num_asked: int = 0
-    num_found: int = 0
-    num_preempted: int = 0
-    num_recomputed: int = 0
 
 
 class _Needs(NamedTuple):
@@ -112,6 +71,10 @@ class _Needs(NamedTuple):
     @property
     def kept(self) -> tuple[Node, ...]:
         return self.match.chain if self.match.source is None else (*self.match.chain, self.match.source)
+
+    @property
+    def num_pages(self) -> int:
+        return len(self.match.chain) + self.num_new + self.num_own
 
 
 @final
@@ -130,7 +93,8 @@ class Scheduler:
         self._deadlines: list[tuple[float, int, Sequence]] = []
         self._active: dict[Sequence, None] = {}
         self._prefills = Prefills(pool, slots, self._tenants)
-        self._blocked_on_pages: str | None = None
+        self._short: dict[Tenant, int] = {}  # by this plan, whose next requests wait for pages, and for how many
+        self._moved: set[str] = set()  # runs of which requests are to be prefilled again
         self._left_out: dict[Sequence, Reason] = {}
         self._prefilled_last = False
         self._arrivals = count()
@@ -198,16 +162,12 @@ class Scheduler:
         return found
 
     def publish_moved(self, run_id: str) -> None:
-        """The run has a new version: its unfinished requests are prefilled again under it before their next token.
+        """The run has a new version: its unfinished requests are prefilled again under it before their next token. Those that hold another one sample
+        under that first.
 
         Not those that pin a version, nor those of a deterministic run. Their K/V stay cached under the old version.
         """
-        newest = self._slots.newest(run_id)
-        for sequence in list(self._active):
-            request = sequence.request
-            is_moving = request.run_id == run_id and request.version is None and not self._is_deterministic(sequence)
-            if is_moving and sequence.kv_version != newest:
-                self._preempt(sequence)
+        self._moved.add(run_id)
 
     def waiting(self) -> list[Waiting]:
         """Every unfinished request, with what it waits for."""
@@ -218,7 +178,7 @@ class Scheduler:
                 reason = "pages"
             found.append(Waiting(s.request.request_id, s.request.tenant, 0, reason))
         for tenant in self._tenants:
-            reason = "lanes" if self._blocked_on_pages is None else "pages" if self._blocked_on_pages == tenant.name else "fairness"
+            reason = "lanes" if not self._short else "pages" if tenant in self._short else "fairness"
             found += [Waiting(s.request.request_id, tenant.name, position, reason) for position, s in enumerate(tenant.queue())]
         return found
 
@@ -227,6 +187,7 @@ class Scheduler:
 
         Prefill rows go first, but never twice in a row while lanes could decode: a long prompt stalls no one.
         """
+        self._restart_moved()
         self._admit()
         loads_through = self.pool.loads_through
         ready = [sequence for sequence in self._active if sequence.is_prefilled and sequence.last_load <= loads_through]
@@ -252,6 +213,7 @@ class Scheduler:
             for sequence, lane in zip(tile.sequences, lanes, strict=True):
                 sequence.append(lane.ids, lane.behavior_logprobs, tile.version, lane.top)
                 self._tenants.charge(sequence.request.tenant, DECODE_CHARGE * len(lane.ids))
+                self._let_go(sequence)
                 if sequence.is_finished:
                     finished.append(sequence)
         for sequence in finished:
@@ -263,35 +225,66 @@ class Scheduler:
     # Admission
 
     def _admit(self) -> None:
-        self._blocked_on_pages = None
-        while (tenant := self._tenants.next_to_admit(self._limits.widths[-1])) is not None:
-            sequence = tenant.first()
-            needs = self._needs_met(tenant, sequence)
-            if needs is None:
-                self._blocked_on_pages = tenant.name
-                return
+        """Admit those whose turn it is, and past the first that must wait for pages those that may overtake it."""
+        self._short = {}
+        while (tenant := self._next_to_admit()) is not None:
+            sequence, needs = tenant.first(), self._needs(tenant.first())
+            if not self._short and self._give_way(tenant, needs):
+                needs = self._needs(sequence)
+            overtaken = self._overtaken(tenant, needs)
+            if overtaken is None:
+                self._short[tenant] = needs.num_pages
+                continue
+            if not self.pool.make_room(needs.num_new + needs.num_own, needs.kept):
+                self._short[tenant] = needs.num_pages
+                return  # what is free by now is for this one
             self._place(sequence, needs)
             self._active[tenant.pop()] = None
             tenant.num_active += 1
             if sequence.turn < 0:
                 sequence.turn = next(self._turns)
+            for other in overtaken:
+                other.num_overtaken += 1
 
-    def _needs_met(self, tenant: Tenant, sequence: Sequence) -> _Needs | None:
-        """What a request is to be admitted with, for which others may give way; None while it must wait for pages."""
-        needs = self._needs(sequence)
-        if (missing := self._num_missing(sequence, needs)) > 0:
-            victims = self._claims().yielding_to(tenant, missing, len(needs.match.chain) + needs.num_new + needs.num_own)
-            for victim in victims:
-                self._preempt(victim)
-            if victims:
-                needs = self._needs(sequence)
-            if not victims or self._num_missing(sequence, needs) > 0:
-                return None
-        return needs if self.pool.make_room(needs.num_new + needs.num_own, needs.kept) else None
+    def _next_to_admit(self) -> Tenant | None:
+        """Whose turn it is; None if nobody may, or the first that waits for pages has been overtaken, or looked past, often enough."""
+        head = next(iter(self._short), None)
+        if head is not None and max(len(self._short) - 1, head.first().num_overtaken) >= MAX_OVERTAKEN:
+            return None
+        return self._tenants.next_to_admit(self._limits.widths[-1], self._short)
+
+    def _give_way(self, tenant: Tenant, needs: _Needs) -> bool:
+        """Preempt others so that a tenant's next request finds the pages that it misses; whether any were."""
+        missing = self._num_missing(tenant.first(), needs)
+        victims = self._claims().yielding_to(tenant, missing, needs.num_pages) if missing > 0 else []
+        for victim in victims:
+            self._preempt(victim)
+        return bool(victims)
+
+    def _overtaken(self, tenant: Tenant, needs: _Needs) -> list[Sequence] | None:
+        """Whom a tenant's next request overtakes if it is admitted now; None if it must wait for pages.
+
+        That is the first that waits for some, and active ones, if need be, whose room to grow it takes. Only a newcomer overtakes: others have given
+        way, and would take back what they gave. And only while its tenant holds less for its weight than the tenant of each that it overtakes.
+        """
+        sequence = tenant.first()
+        is_short = self._num_missing(sequence, needs) > 0
+        if not self._short and not is_short:
+            return []
+        if sequence.turn >= 0 or self._num_missing(sequence, needs, self._active) > 0:
+            return None
+        claims, heads = self._claims(), list(self._short)[:1]
+        share = claims.share(tenant, needs.num_pages)
+        if any(share >= claims.share(head, self._short[head]) for head in heads):
+            return None
+        growing = self._active if is_short else ()
+        behind = [s for s in growing if s.num_overtaken < MAX_OVERTAKEN and share < claims.share(self._tenants[s.request.tenant])]
+        if self._num_missing(sequence, needs, behind) > 0:
+            return None
+        return [head.first() for head in heads] + behind
 
     def _needs(self, sequence: Sequence) -> _Needs:
-        request, prefix = sequence.request, sequence.filled_ids
-        version = self._slots.newest(request.run_id) if request.version is None else request.version
+        prefix, version = sequence.filled_ids, self._version(sequence)
         namespace, match = self._match(sequence, version)
         num_new = 0 if match.num_positions == len(prefix) else -(-len(prefix) // PAGE) - len(match.chain)
         num_pages = sequence.num_table_pages if self._is_deterministic(sequence) else sequence.num_pages_for(self._limits.num_steps)
@@ -324,12 +317,11 @@ class Scheduler:
             return False
         return 2 * self.pool.match(own, sequence.filled_ids).num_positions > len(sequence.filled_ids)
 
-    def _num_missing(self, sequence: Sequence, needs: _Needs) -> int:
-        """Pages that are missing for a request, with room for the active ones to grow; that room is for nobody if none is active."""
+    def _num_missing(self, sequence: Sequence, needs: _Needs, behind: Collection[Sequence] = ()) -> int:
+        """Pages that are missing for a request, with room to grow for all active ones but those `behind`; for nobody if none is active."""
         num_needed = needs.num_new + needs.num_own
         if self._active:
-            num_held = len(needs.match.chain) + num_needed
-            held = [(s, len(s.table)) for s in self._active] + [(sequence, num_held)]
+            held = [(s, len(s.table)) for s in self._active if s not in behind] + [(sequence, needs.num_pages)]
             num_needed += sum(max(0, min(ROOM_TO_GROW, s.num_table_pages - num)) for s, num in held if not self._is_deterministic(s))
         return self.pool.num_missing(num_needed, needs.kept)
 
@@ -340,6 +332,9 @@ class Scheduler:
         sequence.last_load = self.pool.keep(needs.kept)
         is_mixed = needs.namespace[1] != needs.version and match.num_positions > 0
         sequence.namespace, sequence.kv_version = needs.namespace, None if is_mixed else needs.version
+        if self._limits.recomputes and sequence.turn >= 0 and sequence.held_version is None and sequence.request.version is None:
+            self._slots.acquire(sequence.request.run_id, needs.version)
+            sequence.held_version = needs.version
         nodes = needs.kept
         if needs.num_new:
             nodes = match.chain + self._prefills.start(sequence, needs.namespace, needs.version, match)
@@ -371,6 +366,20 @@ class Scheduler:
 
     def _claims(self) -> Claims:
         return Claims(self._tenants, self._active, lambda sequence: not self._is_deterministic(sequence))
+
+    def _restart_moved(self) -> None:
+        """Prefill again what was computed under an older version than the newest of its run, if it holds on to none."""
+        for sequence in [s for s in self._active if s.request.run_id in self._moved and s.request.version is None and s.held_version is None]:
+            if sequence.kv_version != self._slots.newest(sequence.request.run_id) and not self._is_deterministic(sequence):
+                self._preempt(sequence)
+        self._moved.clear()
+
+    def _let_go(self, sequence: Sequence) -> None:
+        """It holds on to no version any more."""
+        if sequence.held_version is not None:
+            self._slots.release(sequence.request.run_id, sequence.held_version)
+            sequence.held_version = None
+            self._moved.add(sequence.request.run_id)
 
     def _preempt(self, sequence: Sequence) -> None:
         """Take its pages, cache what it has filled, and put it back in front of its tenant's queue."""
@@ -433,8 +442,13 @@ class Scheduler:
 
     def _adapter(self, sequence: Sequence) -> tuple[str, int]:
         """The run and version of its next token."""
+        return sequence.request.run_id, self._version(sequence)
+
+    def _version(self, sequence: Sequence) -> int:
+        """Of its next token: the one that it names, or holds, or else its run's newest."""
         request = sequence.request
-        return request.run_id, self._slots.newest(request.run_id) if request.version is None else request.version
+        named = sequence.held_version if request.version is None else request.version
+        return self._slots.newest(request.run_id) if named is None else named
 
     def _own_source(self, sequence: Sequence) -> Iterator[PageCopy]:
         """Before its first decode step a sequence copies the page that it shares in part: it is about to write there."""
@@ -479,5 +493,6 @@ class Scheduler:
         request = sequence.request
         self._unfinished.remove(sequence)
         self.pool.drop((request.run_id, sequence))
+        self._let_go(sequence)
         if request.version is not None:
             self._slots.release(request.run_id, request.version)

@@ -38,8 +38,9 @@ class Sequence:
     stop_ids: the request's and the model's end-of-text id, sorted. deadline_s: by the engine's clock; then it is `expired`. is_stopped: its text has
     come to contain a stop text, with the last sampled token. num_mixed: tokens sampled over K/V of another version. prompt_logprobs, prompt_top: of
     the prompt's ids but the first, if the request wants them, filled as its rows run. arrival, turn: its number among all that were submitted, and
-    among all that were admitted, which it keeps when preempted; then num_filled is how many positions it had filled. last_load: number of the last
-    load of a page that it waits for.
+    among all that were admitted, which it keeps when preempted; then num_filled is how many positions it had filled. num_overtaken: requests of other
+    tenants that were admitted into pages that it waited for, or had as room to grow. held_version: the one that it keeps until its next tokens are
+    sampled, whatever is published. last_load: number of the last load of a page that it waits for.
     Set at admission: namespace, kv_version (the version of all its K/V so far, None if mixed), chain (the shared full pages it keeps), source (a
     shared page to be copied into the first own page before decoding), own_pages (grown as it decodes), table (chain's pages, then own pages, in
     position order), block_ends (the last of each BLOCK_PAGES pages of the chain: who has it in common has all before it in common, but for doubles).
@@ -59,6 +60,8 @@ class Sequence:
     arrival: int = 0
     turn: int = -1
     num_filled: int = 0
+    num_overtaken: int = 0
+    held_version: int | None = None
     last_load: int = 0
     namespace: Namespace = ("", 0)
     kv_version: int | None = None

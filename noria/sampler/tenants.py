@@ -10,7 +10,7 @@ one that has waited longest is overtaken by no more than MAX_OVERTAKEN.
 
 from bisect import insort
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass, field
 from typing import final
 
@@ -20,7 +20,8 @@ PREFILL_CHARGE = 1
 DECODE_CHARGE = 2
 
 MAX_OVERTAKEN = 8
-"""Warm requests that may be admitted in a row before an older cold one: few, since each of them may hold its lane for long."""
+"""Warm requests that may be admitted in a row before an older cold one, and requests of other tenants, ever, into pages that one waits for: few,
+since each of them may hold its lane and its pages for long."""
 
 MAX_IDLE = 64
 """Tenants that may be kept for nothing, beside twice as many as were kept for something."""
@@ -131,12 +132,12 @@ class Tenants:
         tenant = self[name]
         tenant.service += tokens / tenant.weight
 
-    def next_to_admit(self, num_lanes: int) -> Tenant | None:
-        """The tenant whose turn it is to have one more request active, None if nobody may.
+    def next_to_admit(self, num_lanes: int, beside: Container[Tenant] = ()) -> Tenant | None:
+        """The tenant, not one of `beside`, whose turn it is to have one more request active, None if nobody may.
 
         With all lanes in use only a tenant below its share of them may. If the one with the fewest per weight may not, then nobody may.
         """
-        queued = [tenant for tenant in self if tenant.num_waiting]
+        queued = [tenant for tenant in self if tenant.num_waiting and tenant not in beside]
         if not queued:
             return None
         tenant = min(queued, key=lambda t: (t.num_active / t.weight, t.service))
