@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from noria.errors import ConfigError
 from noria.plain_json import storable
-from noria.types import MAX_STOP_TEXTS, Denominator, LoraSpec, LossSpec, OptimizerSpec, Schedule
+from noria.types import MAX_STOP_CHARS, MAX_STOP_TEXTS, MAX_TEMPERATURE, MIN_TEMPERATURE, Denominator, LoraSpec, LossSpec, OptimizerSpec, Schedule
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
 
@@ -214,8 +214,8 @@ class SamplingConfig(_Config):
     """How the policy acts."""
 
     max_tokens: int = Field(64, ge=1, description="per turn")
-    temperature: float = Field(1.0, gt=0, description="of training episodes; evaluation.temperature is its own")
-    stop: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
+    temperature: float = Field(1.0, ge=MIN_TEMPERATURE, le=MAX_TEMPERATURE, description="of training episodes; evaluation.temperature is its own")
+    stop: tuple[Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)], ...] = Field(
         (), strict=False, max_length=MAX_STOP_TEXTS, description="texts that end a turn: one of a single token by that id, others wherever they occur"
     )
 
@@ -235,7 +235,7 @@ class EvaluationConfig(_Config):
     num_tasks: int = Field(64, ge=0, description="held-out tasks; 0 = no evaluation")
     every: int = Field(0, ge=0, description="also every n versions; training waits for evaluations slower than that; 0 = only before and after")
     samples: int = Field(1, ge=1, description="episodes per task; pass@k is reported for k = 1, 2, 4, ... up to it")
-    temperature: float = Field(0.0, ge=0, description="of its episodes; 0 is greedy, more than one sample needs more than 0")
+    temperature: float = Field(0.0, ge=0, le=MAX_TEMPERATURE, description="of its episodes; 0 is greedy, more than one sample needs more than 0")
     top_k: int = Field(0, ge=0, description="of its episodes: draw among the k most likely tokens; 0 = all")
     top_p: float = Field(1.0, gt=0, le=1, description="of its episodes: draw among the fewest tokens with this much probability, after top_k")
     solved_at: float = Field(1.0, description="a sample solves its task from this reward on: what accuracy and pass@k count")
@@ -243,6 +243,8 @@ class EvaluationConfig(_Config):
 
     @model_validator(mode="after")
     def _samples_differ(self) -> "EvaluationConfig":
+        if 0 < self.temperature < MIN_TEMPERATURE:
+            raise ValueError(f"temperature = {self.temperature} is below {MIN_TEMPERATURE:g}, and not 0, which is greedy")
         if self.samples > 1 and self.temperature == 0:
             raise ValueError(f"samples = {self.samples} at temperature 0 would all be the same; set evaluation.temperature, for example to 1.0")
         return self
@@ -252,8 +254,7 @@ class SupervisedConfig(_Config):
     """A phase of cross-entropy on examples before reinforcement learning, on the same adapter."""
 
     file: str = Field(
-        description="JSON lines, relative to the run file, the same until the phase is over: {messages: [...]} with a chat template, or "
-        "{prompt: ..., completion: ...}"
+        description="JSON lines, relative to the run file, fixed until the phase is over: {messages} with a chat template, or {prompt, completion}"
     )
     steps: int = Field(ge=1, description="optimizer steps of the phase; the examples are shuffled anew in each epoch")
     examples_per_batch: int = Field(8, ge=1, description="examples per optimizer step")

@@ -151,6 +151,12 @@ class SampleRequest:
 MAX_STOP_TEXTS = 8
 """Stop texts of one request: each costs a search in what every dispatch samples."""
 
+MAX_STOP_CHARS = 1024
+"""Characters of a stop text: far more than anybody ends a turn with, so few that looking for it costs nothing beside a token."""
+
+MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-6, 1e6
+"""Between them logits over temperature, and differences of these, are finite float32 numbers for any model; log-probabilities with them."""
+
 MAX_TOP = 20
 """Most likely ids that a request may ask for at each token."""
 

@@ -61,7 +61,7 @@ def test_an_episode_that_hangs_is_retried_and_its_group_trains(tmp_path):
     HangsOnce.hung = 0
 
     async def main():
-        config = run_config(deadlines={"reset_s": 0.3}, algorithm={"steps": 2}, num_tasks=0)
+        config = run_config(deadlines={"reset_s": 2.0}, algorithm={"steps": 2}, num_tasks=0)  # so long that no other reset takes it
         async with serving(tmp_path, (config, HangsOnce)) as server:
             assert await server.finished() == {}
             assert HangsOnce.hung == 1

@@ -3,16 +3,10 @@
 import math
 
 from noria.errors import InvalidRequestError, PromptTooLongError
-from noria.types import MAX_STOP_TEXTS, MAX_TOP, Ids, SampleRequest
+from noria.types import MAX_STOP_CHARS, MAX_STOP_TEXTS, MAX_TEMPERATURE, MAX_TOP, MIN_TEMPERATURE, Ids, SampleRequest
 
 MAX_SEED = 2**63
 """Seeds are below this: a key is made of two 32-bit words."""
-
-MAX_STOP_CHARS = 1024
-"""Characters of a stop text: far more than anybody ends a turn with, so few that looking for it costs nothing beside a token."""
-
-MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-6, 1e6
-"""Between them logits over temperature, and differences of these, are finite float32 numbers for any model; log-probabilities with them."""
 
 
 def check_request(request: SampleRequest, *, vocab_size: int, max_context: int) -> None:
