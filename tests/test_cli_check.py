@@ -157,7 +157,7 @@ MISTAKES = {
     "a rank above the class": (RUN_FILE.replace("rank = 4", "rank = 64"), "config_invalid", "learner.rank_classes"),
     "no room for a prompt": (RUN_FILE.replace("max_tokens = 4", "max_tokens = 500"), "config_invalid", "max_context"),
     "an empty stop text": (RUN_FILE.replace("max_tokens = 4", 'max_tokens = 4\nstop = ["", "a"]'), "config_invalid", "sampling.stop.0"),
-    "a temperature that no number survives": (RUN_FILE.replace("max_tokens = 4", "max_tokens = 4\ntemperature = 1e-38"), "config_invalid", "0.000001"),
+    "a temperature below all sense": (RUN_FILE.replace("max_tokens = 4", "max_tokens = 4\ntemperature = 1e-38"), "config_invalid", "0.000001"),
     "a stop text that is no list": (RUN_FILE.replace("max_tokens = 4", 'max_tokens = 4\nstop = "a"'), "config_invalid", "sampling.stop"),
     "no such environment file": (RUN_FILE.replace("env.py", "nowhere.py"), "environment_failed", "no file"),
     "no such class": (RUN_FILE.replace(":Low", ":Lwo"), "environment_failed", "did you mean 'Low'"),

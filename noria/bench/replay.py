@@ -92,7 +92,7 @@ def full_cases() -> tuple[Case, ...]:
             16,
             lambda v: agent(v, prompt=512, observation=64, answer=64, turns=4, branches=8),
             BOTH,
-            512,
+            1024,
         ),
     )
 
