@@ -119,7 +119,7 @@ def test_hundreds_of_steps_with_their_files_and_publishes_leave_memory_descripto
     """Case 99: from the 100th to the last."""
     run_spec, files = spec("run", learning_rate=1e-3), VersionFiles(tmp_path)
     learner, state = make_learner(), nonzero_state(7, run_spec)
-    sampler = sampler_of(learner._passes._spans, num_slots=3)
+    sampler = sampler_of(learner._passes._spans, num_slots=3, host_mib=1)  # full of waiting pages long before the 100th step
     learner.load_run(run_spec, files.load(files.write("run", 0, state, 4), MAX_RANK))
     publish(sampler, run_spec, 0, state)
     batch = pieces_of(random_groups(1, num_groups=1))
