@@ -10,15 +10,12 @@ the same rows: the first updates' gradient norms in float32 have to agree, or th
     4 tenants   the update of four adapters: ours in one stream, theirs one after another; the best dtype of each side
 """
 
-import json
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Final, final
+from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +26,7 @@ from rich.table import Table
 from noria.bench.bases import base_of
 from noria.bench.executors import LORA, Subject, best_axis, make_subject, optimizer_step, packed_axis, packed_gradient, runs_gradient
 from noria.bench.harness import REPEATS, Bar, Report, Result, Timings, alternate
+from noria.bench.peer_process import PeerProcess, require, running
 from noria.bench.trees import BEHAVIOR_LOGPROB, group, unshared
 from noria.errors import ConfigError
 from noria.learner.optimizer import read_slot
@@ -48,6 +46,7 @@ NORM_TOLERANCE: Final = 1e-3
 ROOT: Final = Path(__file__).parents[2]
 SCRIPT: Final = ROOT / "tests" / "reference" / "peft_step.py"
 PYTHON: Final = ROOT / ".venv-ref" / "bin" / "python"
+MAKE: Final = ".venv-ref"
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,34 +64,9 @@ FULL: Final = Sizes("smollm2-135m", None, 512, 32, 8)
 QUICK: Final = Sizes("smollm2-135m", 1, 96, 8, 4)
 
 
-@final
-class Peer:
-    """The process of the other side. Owned by one thread; `update` blocks."""
-
-    def __init__(self, process: "subprocess.Popen[str]") -> None:
-        self._requests, self._answers = _pipe(process.stdin), _pipe(process.stdout)
-        self._process = process
-        self.about = self._read()
-
-    def update(self, dtype: str, names: list[str]) -> list[float]:
-        """One update of each of these adapters; the norms of their gradients."""
-        self._requests.write(f"{dtype} {' '.join(names)}\n")
-        self._requests.flush()
-        norms: list[float] = self._read()["grad_norms"]
-        return norms
-
-    def _read(self) -> dict[str, Any]:
-        line = self._answers.readline()
-        if not line:
-            raise ConfigError(f"the peer ended with exit code {self._process.wait()}: what it said is on standard error")
-        answer: dict[str, Any] = json.loads(line)
-        return answer
-
-
 def measure(*, quick: bool = False, repeats: int = REPEATS) -> Report:
     """Everything; minutes. quick: tiny sizes, said in the result. Raises ConfigError where there is no reference environment, or the sides differ."""
-    if not (PYTHON.exists() and SCRIPT.exists()):
-        raise ConfigError("the peer runs in the reference environment of a checkout: run `make .venv-ref` there")
+    require(PYTHON, SCRIPT, make=MAKE)  # before anything is loaded
     sizes = QUICK if quick else FULL
     loaded = base_of(sizes.base, sizes.num_layers)
     tree = group(loaded.config.vocab_size, prompt=sizes.prompt, answer=sizes.answer, members=sizes.members)
@@ -111,7 +85,7 @@ def measure(*, quick: bool = False, repeats: int = REPEATS) -> Report:
 
 
 @contextmanager
-def serving(folder: Path, loaded: LoadedBase, tree: TokenTree, sizes: Sizes) -> Iterator[Peer]:
+def serving(folder: Path, loaded: LoadedBase, tree: TokenTree, sizes: Sizes) -> Iterator[PeerProcess]:
     """The peer with our base, our adapters and the group's rows; ended afterwards."""
     write_merged(folder / "model", loaded, initial_adapter(loaded.config, LORA, LORA.rank, 0), LORA)  # a new adapter changes nothing
     subject = make_subject(loaded, num_slots=TENANTS)
@@ -119,11 +93,14 @@ def serving(folder: Path, loaded: LoadedBase, tree: TokenTree, sizes: Sizes) -> 
         params = read_slot(subject.state, slot).params
         write_peft(folder / "adapters" / str(slot), params, LORA, loaded.config, base_name=loaded.config.name)
     np.savez(folder / "batch.npz", **rows_of(tree, sizes))
-    with subprocess.Popen([PYTHON, SCRIPT, folder], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=sys.stderr, text=True) as process:
-        try:
-            yield Peer(process)
-        finally:
-            process.kill()
+    with running(PYTHON, SCRIPT, [folder], make=MAKE) as peer:
+        yield peer
+
+
+def _update(peer: PeerProcess, dtype: str, names: list[str]) -> list[float]:
+    """One update of each of these adapters; the norms of their gradients."""
+    norms: list[float] = peer.ask(f"{dtype} {' '.join(names)}")["grad_norms"]
+    return norms
 
 
 def rows_of(tree: TokenTree, sizes: Sizes) -> dict[str, Any]:
@@ -136,7 +113,7 @@ def rows_of(tree: TokenTree, sizes: Sizes) -> dict[str, Any]:
     return {"ids": ids, "behavior_logprobs": np.full(shape, BEHAVIOR_LOGPROB, np.float32), "advantages": advantages}
 
 
-def _timings(peer: Peer, loaded: LoadedBase, tree: TokenTree, repeats: int) -> tuple[Timings, dict[str, str]]:
+def _timings(peer: PeerProcess, loaded: LoadedBase, tree: TokenTree, repeats: int) -> tuple[Timings, dict[str, str]]:
     """All works by turns, and the best dtype of each side, which the four tenants' updates are made in."""
     rows = unshared(tree)
     subjects = {dtype: make_subject(loaded, dtype=_numpy_dtype(dtype)) for dtype in DTYPES}
@@ -149,7 +126,7 @@ def _timings(peer: Peer, loaded: LoadedBase, tree: TokenTree, repeats: int) -> t
 
     _check_sides(peer, subjects["float32"], tree)
     works: dict[str, Any] = {f"ours {dtype}": lambda dtype=dtype: step(dtype, tree, axes["ours"]) for dtype in DTYPES}
-    works |= {f"theirs {dtype}": lambda dtype=dtype: peer.update(dtype, names[:1]) for dtype in DTYPES}
+    works |= {f"theirs {dtype}": lambda dtype=dtype: _update(peer, dtype, names[:1]) for dtype in DTYPES}
     for work in works.values():
         work()
     first = alternate(works, repeats=1)
@@ -164,28 +141,23 @@ def _timings(peer: Peer, loaded: LoadedBase, tree: TokenTree, repeats: int) -> t
 
     works["baseline float32"] = lambda: step("float32", rows, axes["baseline"])
     works["ours 4 tenants"] = tenants
-    works["theirs 4 tenants"] = lambda: peer.update(best["theirs"], names)
+    works["theirs 4 tenants"] = lambda: _update(peer, best["theirs"], names)
     for name in ("baseline float32", "ours 4 tenants", "theirs 4 tenants"):
         works[name]()
     return alternate(works, repeats=repeats), best
 
 
-def _check_sides(peer: Peer, subject: Subject, tree: TokenTree) -> None:
+def _check_sides(peer: PeerProcess, subject: Subject, tree: TokenTree) -> None:
     """Both sides' first gradients have one norm. Raises ConfigError: they do not compute the same."""
     gradient = packed_gradient(subject, tree, packed_axis(tree))
     ours = float(np.sqrt(sum(float((np.asarray(leaf, np.float64) ** 2).sum()) for leaf in jax.tree.leaves(gradient))))
-    (theirs,) = peer.update("float32", ["0"])
+    (theirs,) = _update(peer, "float32", ["0"])
     if abs(ours - theirs) > NORM_TOLERANCE * theirs:
         raise ConfigError(f"the two sides do not train alike: our gradient's norm is {ours:.6g}, the peer's {theirs:.6g}")
 
 
 def _numpy_dtype(name: str) -> npt.DTypeLike:
     return jnp.dtype(name)
-
-
-def _pipe(stream: IO[str] | None) -> IO[str]:
-    assert stream is not None, "the process was started with pipes"
-    return stream
 
 
 def bars_of(values: Result) -> tuple[Bar, ...]:

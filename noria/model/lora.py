@@ -224,21 +224,6 @@ def empty_slots(config: ModelConfig, num_slots: int, width: int, tops: Collectio
     return {side: {m: jnp.zeros((first, num_slots, *rest), jnp.float32) for m, (first, *rest) in shapes[side].items()} for side in shapes}
 
 
-def empty_layer_slots(config: ModelConfig, num_slots: int, width: int) -> tuple[AdapterTree, ...]:
-    """The layers' slots one by one, leaves [A, ...]: the sampler's layout, whose layers are a list."""
-    shapes = adapter_shapes(config, width)
-    return tuple(_zeros(num_slots, shapes) for _ in range(config.num_layers))
-
-
-def empty_top_slots(config: ModelConfig, num_slots: int, width: int, tops: Collection[str]) -> AdapterTree:
-    """The same of the top modules; no leaves without any."""
-    return _zeros(num_slots, top_shapes(config, width, tops))
-
-
-def _zeros(num_slots: int, shapes: Mapping[str, Mapping[str, tuple[int, int]]]) -> AdapterTree:
-    return {side: {m: jnp.zeros((num_slots, *shape), jnp.float32) for m, shape in shapes[side].items()} for side in shapes}
-
-
 def gather_rows(layer: AdapterTree, scale_A: jax.Array, slot_R: jax.Array) -> RowAdapters:
     """Each row's adapter of one layer (leaves [A, ...]): done inside the layer, so that copies never exist for all layers at once."""
     pick = {side: {m: leaf[slot_R] for m, leaf in layer[side].items()} for side in ("a", "b")}
