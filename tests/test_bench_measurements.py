@@ -17,7 +17,7 @@ from noria.rl.packing import shapes_up_to
 
 CASE_KEYS = {
     *("name", "P", "R", "G", "executor", "mode", "rho", "flop_ratio", "speedup", "fraction_of_flop_ratio"),
-    *("grad_rel_l2", "peak_bytes", "peak_over_formula"),
+    *("grad_rel_l2", "grad_noise", "peak_bytes", "peak_over_formula"),
 }
 
 
@@ -42,6 +42,7 @@ def test_replay_has_every_executor_and_gradients_that_agree():
         assert row["fraction_of_flop_ratio"] == pytest.approx(row["speedup"] / row["flop_ratio"])
         if row["mode"] == "exact":
             assert row["grad_rel_l2"] <= 1e-5
+            assert 0 < row["grad_noise"] <= 1e-5
         else:
             assert row["grad_rel_l2"] > 0.01, "the prefix matters"
     assert [(row["executor"], row["mode"]) for row in result["cases"]] == [("packed", "exact"), ("replay", "exact"), ("replay", "stop")]

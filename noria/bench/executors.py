@@ -247,6 +247,23 @@ def relative_l2(got: AdapterTree, want: AdapterTree) -> float:
     return math.sqrt(sum(float(((a - b) ** 2).sum()) for a, b in pairs) / sum(float((b**2).sum()) for _, b in pairs))
 
 
+def rounding_noise(subject: Subject, gradient: Callable[[], AdapterTree], want: AdapterTree) -> float:
+    """How far a gradient moves (`relative_l2`) when every weight of the adapters does by about one unit in its last place: what float32 makes of two
+    orders of the same sums. want: the gradient as it is."""
+    rng = np.random.default_rng(0)
+
+    def moved(leaf: jax.Array) -> jax.Array:
+        unit = np.spacing(np.asarray(leaf)) * rng.choice(np.array([-1, 1], np.float32), leaf.shape)
+        return leaf + jnp.asarray(unit, leaf.dtype)
+
+    state = subject.state
+    subject.state = state._replace(params=jax.tree.map(moved, state.params))
+    try:
+        return relative_l2(gradient(), want)
+    finally:
+        subject.state = state
+
+
 def _path_buffers(config: ModelConfig, blocks: int, shape: MicrobatchShape, mode: PrefixGradient) -> tuple[Path, PathGradient]:
     def zeros(blocks: int) -> jax.Array:
         return jnp.zeros((config.num_layers, blocks, config.num_kv_heads, TILE, config.head_dim))

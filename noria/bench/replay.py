@@ -6,6 +6,9 @@ rho, the ratio of positions. What the baseline is worth is measured too: against
 
 Repeats of the whole SmolLM2 at P = 4096 would take minutes, so the long cases run on its first layers, and their names say so. Where much of a tree
 is trained, 4 layers are too few: the head, which no sharing spares, is then most of the work, and the ratio of FLOPs itself is below 0.6 rho.
+
+How far gradients may differ is a matter of float32: those of 16 layers move by 3e-5 when the adapters do by a unit in the last place. So that is
+measured too (`grad_noise`), and judged by; in float64 both executors agree with the baseline to 1e-13 (docs/results/learner.md).
 """
 
 from collections.abc import Callable
@@ -27,6 +30,7 @@ from noria.bench.executors import (
     relative_l2,
     replay_gradient,
     replay_peak,
+    rounding_noise,
 )
 from noria.bench.flops import training_flops
 from noria.bench.harness import REPEATS, Bar, Report, Result, alternate
@@ -46,6 +50,8 @@ PEAK: Final = 1.15
 GROWTH: Final = 0.01
 BASELINE: Final = 0.85
 GRADIENT: Final = 1e-5
+NOISES: Final = 4.0
+"""How many times the rounding noise gradients may differ by where that is more than GRADIENT: both have noise, and a walk sums in chunks."""
 
 BASELINE_WORK: Final = "baseline"
 
@@ -126,6 +132,7 @@ def measure_case(base: str, case: Case, repeats: int) -> list[Result]:
     works |= {f"{executor} {mode}": work_of(subject, tree, executor, mode, case.chunk) for executor, mode in case.executors}
     gradients = {name: work() for name, work in works.items()}  # and everything is compiled
     timings = alternate(works, repeats=repeats)
+    noise = rounding_noise(subject, works[BASELINE_WORK], gradients[BASELINE_WORK])
     rho = len(rows) / len(tree)
     flop_ratio = training_flops(rows, subject.config, LORA.rank) / training_flops(tree, subject.config, LORA.rank)
     made: list[Result] = []
@@ -146,6 +153,7 @@ def measure_case(base: str, case: Case, repeats: int) -> list[Result]:
                 "speedup": speedup,
                 "fraction_of_flop_ratio": speedup / flop_ratio,
                 "grad_rel_l2": relative_l2(gradients[name], gradients[BASELINE_WORK]),
+                "grad_noise": noise,
                 "peak_bytes": peak,
                 "peak_over_formula": peak / formula,
             }
@@ -223,13 +231,15 @@ def bars_of(values: Result) -> tuple[Bar, ...]:
         Bar("replay_peak_over_formula", max(row["peak_over_formula"] for row in walked), at_most=PEAK),
         Bar("peak_growth_g2_g16", values["peak_growth_g2_g16"], at_most=GROWTH),
         Bar("baseline_over_packed_training", values["baseline_over_packed_training"], at_least=BASELINE),
-        Bar("grad_rel_l2", max(row["grad_rel_l2"] for row in exact), at_most=GRADIENT),
+        Bar("grad_rel_l2_over_allowed", max(row["grad_rel_l2"] / max(GRADIENT, NOISES * row["grad_noise"]) for row in exact), at_most=1.0),
     )
 
 
 def table(report: Report) -> Table:
     """The measurement for people."""
-    shown = Table("case", "P, R, G", "executor", "rho", "flops", "speedup", "of flops", "grad", "MiB", "of formula", title=f"replay, {report.base}")
+    shown = Table(
+        "case", "P, R, G", "executor", "rho", "flops", "speedup", "of flops", "grad", "noise", "MiB", "of formula", title=f"replay, {report.base}"
+    )
     for row in report.values["cases"]:
         sizes = ", ".join(str(row[key]) for key in "PRG") if row["P"] else ""
         shown.add_row(
@@ -241,6 +251,7 @@ def table(report: Report) -> Table:
             f"{row['speedup']:.2f}",
             f"{row['fraction_of_flop_ratio']:.2f}",
             f"{row['grad_rel_l2']:.1e}",
+            f"{row['grad_noise']:.0e}",
             f"{row['peak_bytes'] / 2**20:.0f}",
             f"{row['peak_over_formula']:.2f}",
         )

@@ -13,8 +13,9 @@ from noria.config import AlgorithmConfig
 from noria.rl.tree import build_tree
 from noria.types import Completion, Episode, EpisodeGroup, Ids, Task, TokenTree, Turn
 
-BEHAVIOR_LOGPROB = -40.0
-"""Of every sampled token: below what the model gives to random ids, so that every importance weight is the cap and no token is all the gradient."""
+BEHAVIOR_LOGPROB = -90.0
+"""Of every sampled token: below what a model gives to random ids (SmolLM2 cut to 16 layers goes down to -74), so that every importance weight is the
+cap and no token is all the gradient."""
 
 
 def group(vocab_size: int, *, prompt: int, answer: int, members: int, seed: int = 0) -> TokenTree:
