@@ -216,7 +216,7 @@ class SamplingConfig(_Config):
     max_tokens: int = Field(64, ge=1, description="per turn")
     temperature: float = Field(1.0, ge=MIN_TEMPERATURE, le=MAX_TEMPERATURE, description="of training episodes; evaluation.temperature is its own")
     stop: tuple[Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)], ...] = Field(
-        (), strict=False, max_length=MAX_STOP_TEXTS, description="texts that end a turn: one of a single token by that id, others wherever they occur"
+        (), strict=False, max_length=MAX_STOP_TEXTS, description="texts that end a turn wherever they occur; a special token's by its id"
     )
 
 

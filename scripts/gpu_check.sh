@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# What a GPU has to show, in at most four minutes: parity, replay at a prompt of 16k, the longest prefix that fits, adapters (noria/bench/gpu_check.py).
+# What a GPU has to show, in at most four minutes: parity, the kernel over pages, replay at a prompt of 16k, the longest prefix that fits, adapters (noria/bench/gpu_check.py).
 # Without a GPU: tiny sizes on the CPU.
 #
 # usage: scripts/gpu_check.sh [OUT.json]      default docs/results/gpu_check.json; a table goes beside it. PYTHON chooses the interpreter.

@@ -22,6 +22,8 @@ from noria.errors import (
     RewardNotFiniteError,
 )
 from noria.protocols import Step
+from noria.sampler.stops import StopSearch
+from noria.text.tokenizer import ByteTokenizer
 from noria.types import Task
 
 
@@ -291,11 +293,25 @@ def test_the_rules_come_from_the_run_file():
     )
     rules = rules_of(config, "run-1", Factory(Echo), Letters())
     assert (rules.stop_ids, rules.max_tokens, rules.seed, rules.run_id, rules.version) == ((EOS, NEWLINE, 299), 5, 4, "run-1", None)
-    assert (rules.stop, rules.top_k, rules.top_p) == (("ab",), 0, 1.0)
+    assert (rules.stop, rules.top_k, rules.top_p) == (("\n", "ab", "th"), 0, 1.0)
 
 
-def test_a_stop_text_of_one_token_is_a_stop_id_and_any_other_is_looked_for():
-    assert stops(("ab", "\n", "th", "héé", "\n"), Letters()) == ((EOS, NEWLINE, 299), ("ab", "héé"))
+def test_a_stop_text_is_looked_for_and_one_of_one_token_is_a_stop_id_too():
+    assert stops(("ab", "\n", "th", "héé", "\n"), Letters()) == ((EOS, NEWLINE, 299), ("ab", "\n", "th", "héé"))
+
+
+def test_a_special_token_as_a_stop_text_is_its_id_only():
+    tokenizer = ByteTokenizer()
+    assert stops(("<|sep|>", "a"), tokenizer) == ((tokenizer.eos_id, tokenizer.SPECIAL["<|sep|>"], ord("a")), ("a",))
+
+
+@pytest.mark.parametrize("ids", [(ord("t"), ord("h")), (299,)], ids=["by two tokens", "by its own"])
+def test_a_stop_text_of_one_token_ends_a_turn_however_it_is_spelled(ids):
+    stop_ids, texts = stops(("th",), Letters())
+    assert StopSearch(Letters(), texts).find((ord("a"), *ids, ord("!"))) == 1 + len(ids)
+    environment, clock = Echo(), VirtualClock()
+    play(lambda: environment, sampler=ScriptedSampler(clock, ["a" + "".join(map(chr, ids))]), clock=clock, stop=texts, stop_ids=stop_ids)
+    assert environment.actions == ["a"]
 
 
 @pytest.mark.parametrize(

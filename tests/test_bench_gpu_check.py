@@ -26,7 +26,9 @@ def test_without_a_gpu_every_part_runs_at_tiny_sizes(tmp_path):
     assert result["sizes"] == "quick"
     assert not result["skipped"]
     parts = result["parts"]
-    assert list(parts)[:4] == ["parity", "adapters", "largest exact prefix", "largest stop prefix"]
+    kernels = [name for name in parts if name.startswith("kernel ")]
+    assert list(parts)[: 4 + len(kernels)] == ["parity", *kernels, "adapters", "largest exact prefix", "largest stop prefix"]
+    assert {parts[name]["kernel"] for name in kernels} == {"loops"}
     assert sum(name.startswith("replay P") for name in parts) == 2
     assert [part["baseline"] for name, part in parts.items() if name.startswith("replay P")] == ["packed rows"] * 2
     assert parts["parity"]["packed"] <= 1e-5

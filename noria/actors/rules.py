@@ -69,15 +69,23 @@ def rules_of(config: RunConfig, run_id: str, environment: EnvironmentFactory, to
 
 
 def stops(texts: tuple[str, ...], tokenizer: Tokenizer) -> tuple[Ids, tuple[str, ...]]:
-    """What ends a turn: the ids that end one of the base, then that of each stop text that is exactly one token; and the other stop texts.
+    """What ends a turn: the ids that end one of the base, then that of each stop text that is exactly one token, which ends it on the device; and the
+    texts to look for: all but those of special tokens, which no decoded text contains.
 
-    So a special token, which no decoded text contains, can be a stop text, and a line end can be one without ending a turn at every token that has
-    one inside.
+    So a text ends a turn however it is spelled: within a longer token, or by several.
     """
-    ids, others = list(tokenizer.end_ids), []
+    ids, spelled = list(tokenizer.end_ids), []
     for text in texts:
-        try:
-            ids.append(tokenizer.token_id(text))
-        except ConfigError:
-            others.append(text)
-    return tuple(dict.fromkeys(ids)), tuple(others)
+        token_id = _only_id(text, tokenizer)
+        if token_id is not None:
+            ids.append(token_id)
+        if token_id is None or tokenizer.decode((token_id, token_id)):
+            spelled.append(text)
+    return tuple(dict.fromkeys(ids)), tuple(dict.fromkeys(spelled))
+
+
+def _only_id(text: str, tokenizer: Tokenizer) -> int | None:
+    try:
+        return tokenizer.token_id(text)
+    except ConfigError:
+        return None

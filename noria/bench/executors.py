@@ -248,20 +248,22 @@ def relative_l2(got: AdapterTree, want: AdapterTree) -> float:
 
 
 def rounding_noise(subject: Subject, gradient: Callable[[], AdapterTree], want: AdapterTree) -> float:
-    """How far a gradient moves (`relative_l2`) when every weight of the adapters does by about one unit in its last place: what float32 makes of two
-    orders of the same sums. want: the gradient as it is."""
+    """How far a gradient moves (`relative_l2`) when every weight, base and adapters, does by a unit in its last place: what float32 makes of one sum
+    in two orders, layer by layer. want: the gradient as it is."""
     rng = np.random.default_rng(0)
 
     def moved(leaf: jax.Array) -> jax.Array:
-        unit = np.spacing(np.asarray(leaf)) * rng.choice(np.array([-1, 1], np.float32), leaf.shape)
-        return leaf + jnp.asarray(unit, leaf.dtype)
+        if leaf.dtype != jnp.float32:
+            return leaf
+        weights = np.asarray(leaf)
+        return jnp.asarray(weights + np.spacing(weights) * rng.choice(np.array([-1, 1], np.float32), leaf.shape))
 
-    state = subject.state
-    subject.state = state._replace(params=jax.tree.map(moved, state.params))
+    params, state = subject.params, subject.state
+    subject.params, subject.state = jax.tree.map(moved, params), state._replace(params=jax.tree.map(moved, state.params))
     try:
         return relative_l2(gradient(), want)
     finally:
-        subject.state = state
+        subject.params, subject.state = params, state
 
 
 def _path_buffers(config: ModelConfig, blocks: int, shape: MicrobatchShape, mode: PrefixGradient) -> tuple[Path, PathGradient]:

@@ -1,6 +1,7 @@
 """What a GPU has to show, in at most four minutes: `scripts/gpu_check.sh` runs it. Without one it runs at tiny sizes, which shows that it runs.
 
     parity      both executors' gradients against rows without sharing, float32
+    kernel      the sampler's kernel over pages against our own loops, float32 and the dtype of the base: difference and speedup
     replay      a prompt of 16k, answers of 64 to 4k, G 8 and 16: the walk over the tree against its rows, each in a packed pass of its own; where the
                 memory has no room for that, each on the same walk: `baseline` says which
     largest     the longest exact and stop prefix of a 0.6B shape that fits: computed from the compiler's figures, then one visit at its end is run
@@ -15,7 +16,7 @@ import datetime
 import json
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -27,7 +28,7 @@ import numpy.typing as npt
 from rich.console import Console
 from rich.table import Table
 
-from noria.bench import adapters
+from noria.bench import adapters, kernels
 from noria.bench.bases import base_of, shape_of_06b
 from noria.bench.executors import (
     LORA,
@@ -63,7 +64,8 @@ MARGIN: Final = 0.95
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """bases: of parity and replay, and of the longest prefix. groups: (P, R, G) in the order of their worth. chunk: of a walk."""
+    """bases: of parity and replay, and of the longest prefix. groups: (P, R, G) in the order of their worth. chunk: of a walk. lanes: of the kernel's
+    comparison."""
 
     base: LoadedBase
     largest_base: LoadedBase
@@ -71,6 +73,7 @@ class Sizes:
     groups: tuple[tuple[int, int, int], ...]
     chunk: int
     limit_bytes: int
+    lanes: Mapping[str, int]
 
 
 @dataclass(slots=True)
@@ -95,9 +98,9 @@ def sizes() -> Sizes:
     """Those of this machine."""
     if jax.default_backend() == "cpu":
         tiny = base_of("tiny")
-        return Sizes(tiny, tiny, (192, 8, 4), ((256, 8, 4), (256, 32, 8)), 128, 64 * 2**20)
+        return Sizes(tiny, tiny, (192, 8, 4), ((256, 8, 4), (256, 32, 8)), 128, 64 * 2**20, {"num_lanes": 8, "num_pages": 8})
     groups = tuple((16_384, answer, members) for answer in (64, 4096, 1024) for members in (8, 16))
-    return Sizes(shape_of_06b(4), shape_of_06b(), (1024, 64, 8), groups, 2048, device_bytes())
+    return Sizes(shape_of_06b(4), shape_of_06b(), (1024, 64, 8), groups, 2048, device_bytes(), {"num_lanes": 64, "num_pages": 128})
 
 
 def measure(path: Path) -> Result:
@@ -106,6 +109,9 @@ def measure(path: Path) -> Result:
     about = Report("gpu_check", sized.base.config.name, {}, (), is_quick, {"date": str(datetime.datetime.now(tz=datetime.UTC).date())}).as_json()
     progress = Progress(path, {**about, "parts": {}, "skipped": []})
     progress.part("parity", lambda: parity(sized))
+    heads = sized.base.config.num_heads, sized.base.config.num_kv_heads, sized.base.config.head_dim
+    for dtype in dict.fromkeys((jnp.dtype(jnp.float32), jnp.dtype(dtype_here()))):
+        progress.part(f"kernel {dtype.name}", partial(kernels.compare, heads, dtype, **sized.lanes))
     num_runs = 4 if is_quick else adapters.NUM_RUNS
     progress.part("adapters", lambda: adapters.measure_on(sized.base, REPEATS, dtype_here(), num_runs=num_runs))
     modes: tuple[PrefixGradient, ...] = ("exact", "stop")

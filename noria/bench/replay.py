@@ -7,8 +7,8 @@ rho, the ratio of positions. What the baseline is worth is measured too: against
 Repeats of the whole SmolLM2 at P = 4096 would take minutes, so the long cases run on its first layers, and their names say so. Where much of a tree
 is trained, 4 layers are too few: the head, which no sharing spares, is then most of the work, and the ratio of FLOPs itself is below 0.6 rho.
 
-How far gradients may differ is a matter of float32: those of 16 layers move by 3e-5 when the adapters do by a unit in the last place. So that is
-measured too (`grad_noise`), and judged by; in float64 both executors agree with the baseline to 1e-13 (docs/results/learner.md).
+How far gradients differ is a matter of float32 where the base is deep: those of 16 layers move by 2e-5 to 6e-5 when every weight does by a unit in
+its last place, measured too (`grad_noise`). In float64 both executors agree with the baseline to 1e-13 (docs/decisions.md, 2026-11-30).
 """
 
 from collections.abc import Callable
@@ -50,8 +50,6 @@ PEAK: Final = 1.15
 GROWTH: Final = 0.01
 BASELINE: Final = 0.85
 GRADIENT: Final = 1e-5
-NOISES: Final = 4.0
-"""How many times the rounding noise gradients may differ by where that is more than GRADIENT: both have noise, and a walk sums in chunks."""
 
 BASELINE_WORK: Final = "baseline"
 
@@ -231,7 +229,7 @@ def bars_of(values: Result) -> tuple[Bar, ...]:
         Bar("replay_peak_over_formula", max(row["peak_over_formula"] for row in walked), at_most=PEAK),
         Bar("peak_growth_g2_g16", values["peak_growth_g2_g16"], at_most=GROWTH),
         Bar("baseline_over_packed_training", values["baseline_over_packed_training"], at_least=BASELINE),
-        Bar("grad_rel_l2_over_allowed", max(row["grad_rel_l2"] / max(GRADIENT, NOISES * row["grad_noise"]) for row in exact), at_most=1.0),
+        Bar("grad_rel_l2", max(row["grad_rel_l2"] for row in exact), at_most=GRADIENT),
     )
 
 

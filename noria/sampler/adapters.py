@@ -5,10 +5,9 @@
 A row's delta is computed at the width of its own run's class, whatever other classes there are, and every other row passes by untouched: so a run's
 bits do not depend on the ranks of its neighbours.
 
-On CPU rows are visited one by one, and each reads its adapter where it lies. That costs the bytes of the distinct adapters: 32 adapters of width 8
-on 32 lanes took 0.6 ms a layer at SmolLM2-135M's sizes (17 GB/s), one adapter 0.3 ms, where copies of all rows' adapters and batched products took
-4.4 ms. It also gives a lane the same bits in a tile of its own as in one of eight. Accelerators gather: there a loop of small products would wait for
-itself. `a` lies transposed, [r, I], so that its product reads along memory, and for modules of one input together, so that one product serves them.
+Rows are visited one by one, each reading its adapter where it lies, or their adapters are gathered, copied for all rows at once: by the size of the
+copies, `max_gathered`. Visits cost the bytes of the distinct adapters, and give a lane the same bits in a tile of its own as in one of eight. `a`
+lies transposed, [r, I], so that its product reads along memory, and for modules of one input together, so that one product serves them.
 
     R row of one adapter slot   C position within a row   A adapter slot   D model   I in features   O out features   V vocabulary
 """
@@ -36,6 +35,22 @@ from noria.model.lora import (
     with_tops,
     zero_adapter,
 )
+
+MAX_GATHERED_MIB = {"cpu": 0}
+"""By backend: MiB of copies of adapters, of one rank class and one input of a layer, up to which rows are gathered; beyond, they are visited.
+
+CPU: never. Milliseconds of a layer, visited and gathered, two cores, JAX 0.12, by turns (more in docs/decisions.md); copies are of the whole layer:
+
+    SmolLM2   8 lanes r 8    2 MiB   0.14  0.19        0.6B   8 lanes r 64       44 MiB    1.6  1.4
+             32 lanes r 8   10 MiB   0.33  0.44              64 lanes r 8        44 MiB    1.4  3.1
+             32 lanes r 64  80 MiB   2.9  12.8               64 lanes r 64      352 MiB   13.3 47.6
+    4 rows of 32 r 8         1 MiB   0.49  0.50               4 rows of 32 r 64  22 MiB    3.3  3.2
+   16 rows of 32 r 64       40 MiB   6.3   4.7               16 rows of 32 r 64  88 MiB   12.6 19.9
+
+Below some 40 MiB neither wins by much, and above gathering loses up to fivefold."""
+
+MAX_GATHERED_MIB_ELSEWHERE = 256
+"""Accelerators gather, since a loop of small products would wait for itself: not measured. This bounds the memory that copies take."""
 
 NO_CLASS = -1
 """In `class_A`: the base, to which no stack adds anything."""
@@ -79,11 +94,11 @@ class _OwnRows(NamedTuple):
 
 
 class RowPlan(NamedTuple):
-    """Which rows use which adapters: made once, read by every layer. classes: per rank class. is_loop: rows are visited one by one."""
+    """Which rows use which adapters: made once, read by every layer. classes: per rank class. max_gathered: bytes, see MAX_GATHERED_MIB."""
 
     slot_R: jax.Array
     classes: tuple[_OwnRows, ...]
-    is_loop: bool
+    max_gathered: int
 
 
 class RowDeltas(NamedTuple):
@@ -96,7 +111,10 @@ class RowDeltas(NamedTuple):
     def add(self, modules: tuple[str, ...], x_RCI: jax.Array, ys: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         """See `Deltas`."""
         for tree, own in zip(self.trees, self.plan.classes, strict=True):
-            ys = self._visit(modules, x_RCI, ys, tree, own) if self.plan.is_loop else self._gather(modules, x_RCI, ys, tree, own)
+            leaves = tree["a"][_group_of(modules)[0]], *(tree["b"][module] for module in modules)
+            num_copied = len(self.plan.slot_R) * sum(leaf.nbytes // len(leaf) for leaf in leaves)
+            add = self._gather if num_copied <= self.plan.max_gathered else self._visit
+            ys = add(modules, x_RCI, ys, tree, own)
         return ys
 
     def _visit(
@@ -139,19 +157,24 @@ class RowDeltas(NamedTuple):
         return found
 
 
-def plan_rows(slots: Slots, slot_R: jax.Array, *, is_loop: bool | None = None) -> RowPlan:
-    """Sort rows by class. is_loop: None for what suits the device."""
+def plan_rows(slots: Slots, slot_R: jax.Array, *, max_gathered: int | None = None) -> RowPlan:
+    """Sort rows by class. max_gathered: bytes, None for what suits the device."""
     classes = []
     for index in range(len(slots.stacks)):
         is_own_R = slots.class_A[slot_R] == index
         (own_R,) = jnp.nonzero(is_own_R, size=slot_R.shape[0], fill_value=0)
         classes.append(_OwnRows(own_R.astype(jnp.int32), is_own_R.sum(dtype=jnp.int32), is_own_R))
-    return RowPlan(slot_R, tuple(classes), visits_rows() if is_loop is None else is_loop)
+    return RowPlan(slot_R, tuple(classes), _max_gathered() if max_gathered is None else max_gathered)
 
 
 def visits_rows() -> bool:
-    """Rows are visited one by one on this device, so that a row costs what it reads, and one of a single lane is best."""
-    return jax.default_backend() == "cpu"
+    """Rows are always visited one by one on this device, so that a row costs what it reads, and one of a single lane is best."""
+    return _max_gathered() == 0
+
+
+def _max_gathered() -> int:
+    """In bytes, of this device."""
+    return MAX_GATHERED_MIB.get(jax.default_backend(), MAX_GATHERED_MIB_ELSEWHERE) * 2**20
 
 
 def layer_deltas(slots: Slots, layer: int, plan: RowPlan) -> RowDeltas:
@@ -166,7 +189,7 @@ def add_head(slots: Slots, plan: RowPlan, normed_RCD: jax.Array, logits_WV: jax.
     """
     if HEAD not in slots.stacks[0].tops["b"]:
         return logits_WV
-    deltas = RowDeltas(tuple(stack.tops for stack in slots.stacks), slots, plan._replace(is_loop=True))
+    deltas = RowDeltas(tuple(stack.tops for stack in slots.stacks), slots, plan._replace(max_gathered=0))
     (logits_RCV,) = deltas.add((HEAD,), normed_RCD, (logits_WV.reshape(*normed_RCD.shape[:2], -1),))
     return logits_RCV.reshape(logits_WV.shape)
 

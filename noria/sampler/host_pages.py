@@ -1,6 +1,6 @@
 """Places in host memory for pages that the device has no room for: pages of episodes that wait for a tool, for as long as there is room.
 
-    store: pages of all layers ──▶ one array [X, L, 2, PAGE, K, H] ──one transfer──▶ places        load: the way back, into donated pools
+    store: pages of all layers ──▶ one array [X, L, 2, *page] ──one transfer──▶ places        load: the way back, into donated pools
 
 A page comes back with the bits with which it left. Which page lies in which place, and for how long, is the page pool's business
 (`sampler/pages.py`); here places are numbers too.
@@ -20,14 +20,15 @@ import numpy.typing as npt
 
 from noria.model.config import ModelConfig
 from noria.model.params import aligned_empty
-from noria.sampler.pages import PAGE, PageMove
+from noria.sampler.page_kernels import Kernel, page_shape
+from noria.sampler.pages import PageMove
 from noria.types import IntArray
 
 MOVE_WIDTH = 16
 """Pages of one program run: 11 MiB of SmolLM2-135M, large enough that bytes, not launches, take the time."""
 
 Pool: TypeAlias = tuple[jax.Array, ...]
-"""Per layer [P, PAGE, K, H]."""
+"""Per layer [P, *page_kernels.page_shape]."""
 
 _MIB = 2**20
 
@@ -36,12 +37,14 @@ _MIB = 2**20
 class HostPages:
     """Owner of the places 0 .. num_places - 1. Touched by the device thread only."""
 
-    def __init__(self, model: ModelConfig, host_mib: int, dtype: npt.DTypeLike = np.float32, *, is_pinned: bool | None = None) -> None:
-        """host_mib: MiB of host memory that pages may take, touched as they are stored; 0: no places. dtype: of the pools.
+    def __init__(
+        self, model: ModelConfig, host_mib: int, dtype: npt.DTypeLike = np.float32, *, kernel: Kernel = Kernel.LOOPS, is_pinned: bool | None = None
+    ) -> None:
+        """host_mib: MiB of host memory that pages may take, touched as they are stored; 0: no places. dtype, kernel: of the pools.
 
         is_pinned: keep pages in memory that an accelerator reads without a copy by the processor; None: where there is an accelerator.
         """
-        shape = (model.num_layers, 2, PAGE, model.num_kv_heads, model.head_dim)
+        shape = (model.num_layers, 2, *page_shape(kernel, model.num_kv_heads, model.head_dim))
         self.num_places = host_mib * _MIB // (np.dtype(dtype).itemsize * math.prod(shape))
         self._is_pinned = jax.default_backend() != "cpu" if is_pinned is None else is_pinned
         self._pinned: dict[int, jax.Array] = {}
@@ -97,7 +100,7 @@ def _in_parts(moves: Sequence[PageMove]) -> Iterator[tuple[IntArray, list[int]]]
 
 
 def _gather(k: Pool, v: Pool, page_X: jax.Array) -> jax.Array:
-    """[X, L, 2, PAGE, K, H]."""
+    """[X, L, 2, *page]."""
     return jnp.stack([jnp.stack((k_layer[page_X], v_layer[page_X]), 1) for k_layer, v_layer in zip(k, v, strict=True)], 1)
 
 

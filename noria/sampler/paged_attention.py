@@ -23,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
+from noria.sampler.page_kernels import Kernel, attend_lanes
 from noria.sampler.pages import PAGE
 from noria.sampler.sequence import BLOCK_PAGES, LANES_PER_TILE
 
@@ -38,11 +39,12 @@ _NEVER = -1e30
 
 
 class _Keys(NamedTuple):
-    """Where keys and values lie, and how many pages of a row are read at once."""
+    """Where keys and values lie, how many pages of a row are read at once, and what kernel pages are laid out for."""
 
     k_pages: jax.Array
     v_pages: jax.Array
     block_pages: int
+    kernel: Kernel
 
 
 class _Rows(NamedTuple):
@@ -62,7 +64,7 @@ class _Sums(NamedTuple):
 
 
 @partial(jax.named_call, name="attend_rows")
-def attend_rows(
+def attend_rows(  # noqa: PLR0913 - what is read, where it lies, and how, each by name
     q_RCNH: jax.Array,
     k_pages: jax.Array,
     v_pages: jax.Array,
@@ -72,15 +74,20 @@ def attend_rows(
     rows_per_group: int,
     num_shared_U: jax.Array | None = None,
     is_joint: bool = False,
+    kernel: Kernel = Kernel.LOOPS,
 ) -> jax.Array:
     """Queries of row r attend to the keys of row r's pages at positions up to their own; out [R, C, N, H], float32.
 
-    k_pages, v_pages [pages, PAGE, K, H], float32 or bfloat16, in which products are taken; table_RP: page numbers in order. rows_per_group divides R.
+    k_pages, v_pages [pages, PAGE, K, H] (loops) or [pages, K, PAGE, H] (other kernels), float32 or bfloat16, in which products are taken; table_RP:
+    page numbers in order. rows_per_group divides R.
     num_shared_U: so many pages from position 0 on are the same in all rows of a group that belong to a request, and end before the rows' first
-    positions; 0 for none. None: no group shares. is_joint: blocks that all groups have are read for all rows at once.
+    positions; 0 for none. None: no group shares. is_joint: blocks that all groups have are read for all rows at once. kernel: what attends for rows
+    of one query, which reads each row by itself, and what pages are laid out for (`page_kernels`).
     """
+    if kernel != Kernel.LOOPS and q_RCNH.shape[1] == 1:
+        return attend_lanes(q_RCNH[:, 0], (k_pages, v_pages), table_RP, position_RC[:, 0], kernel=kernel)[:, None]
     num_rows, length, num_heads, size = q_RCNH.shape
-    num_kv = k_pages.shape[2]
+    num_kv = k_pages.shape[2 if kernel == Kernel.LOOPS else 1]
     block_pages = BLOCK_PAGES if length == 1 else _CHUNK_PAGES
     num_folded = _num_folded(num_kv, size) if length == 1 else 1
     q_JRQZ = _queries(q_RCNH, num_kv, num_folded)
@@ -89,7 +96,7 @@ def attend_rows(
         jnp.tile(position_RC, (1, q_JRQZ.shape[2] // length)),
         jnp.pad(table_RP, ((0, 0), (0, -table_RP.shape[1] % block_pages))),
     )
-    keys = _Keys(k_pages, v_pages, block_pages)
+    keys = _Keys(k_pages, v_pages, block_pages, kernel)
     last_U = position_RC.reshape(-1, rows_per_group * length).max(1)
     num_own_U = last_U // (block_pages * PAGE) + 1
     zeros_JRQ = jnp.zeros(q_JRQZ.shape[:-1])
@@ -167,7 +174,8 @@ def _add_block(keys: _Keys, rows: _Rows, index: jax.Array, sums: _Sums, *, is_sh
     heads, num_rows, queries, width = rows.q_JEQZ.shape
     table_EP = rows.table_EP[:1] if is_shared else rows.table_EP
     pages_EP = jax.lax.dynamic_slice_in_dim(table_EP, index * keys.block_pages, keys.block_pages, axis=1)
-    k_JESZ, v_JESZ = (_gather(pool, pages_EP, heads) for pool in (keys.k_pages, keys.v_pages))
+    gather = _gather if keys.kernel == Kernel.LOOPS else _gather_heads
+    k_JESZ, v_JESZ = (gather(pool, pages_EP, heads) for pool in (keys.k_pages, keys.v_pages))
     matrix = (heads, 1, num_rows * queries) if is_shared else (heads, num_rows, queries)
     scores = _product(rows.q_JEQZ.reshape(*matrix, width), k_JESZ, 3).reshape(heads, num_rows, queries, -1)
     key_S = index * keys.block_pages * PAGE + jnp.arange(keys.block_pages * PAGE)
@@ -202,6 +210,12 @@ def _gather(pool: jax.Array, pages_EP: jax.Array, heads: int) -> jax.Array:
     flat = pool.reshape(pool.shape[0], -1).at[pages_EP].get(mode="promise_in_bounds")
     heads_first: jax.Array = flat.reshape(pages_EP.shape[0], pages_EP.shape[1] * PAGE, heads, -1).transpose(2, 0, 1, 3)
     return heads_first
+
+
+def _gather_heads(pool: jax.Array, pages_EP: jax.Array, heads: int) -> jax.Array:
+    """`_gather` where heads come first in a page, and none are folded."""
+    pages_EPKCH = pool.at[pages_EP].get(mode="promise_in_bounds")
+    return pages_EPKCH.transpose(2, 0, 1, 3, 4).reshape(heads, pages_EP.shape[0], -1, pool.shape[-1])
 
 
 def _num_folded(num_kv: int, size: int) -> int:

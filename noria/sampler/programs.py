@@ -9,7 +9,7 @@ width: what some lanes ask for beyond a plain draw lies in branches that a dispa
 
 What lies in a page is always finite in V: a masked key has weight 0, and 0 * NaN would carry one run's broken numbers into another run that owns the
 page later or reads it as padding; the position that made them gets NaN as its output, so that they are seen. K needs no such care, since masked
-scores are replaced before the softmax.
+scores are replaced before the softmax; but a kernel may mask by adding, and so there K is finite too.
 """
 
 from collections.abc import Mapping
@@ -23,6 +23,7 @@ from noria.model.config import ModelConfig
 from noria.model.transformer import block, embed, head_product, rms_norm, rotary_angles
 from noria.sampler.adapters import RowPlan, Slots, add_head, layer_deltas, plan_rows
 from noria.sampler.draw import Choice, draw, most_likely, tabulate
+from noria.sampler.page_kernels import Kernel, write_positions
 from noria.sampler.paged_attention import attend_rows
 from noria.sampler.pages import PAGE
 from noria.sampler.sequence import CHUNK, LANES_PER_TILE
@@ -32,7 +33,7 @@ ROWS_PER_GROUP = 2
 """Prefill rows that attention reads blocks for at once."""
 
 Pool: TypeAlias = tuple[jax.Array, ...]
-"""Per layer [pages, PAGE, K, H], in the dtype of the base."""
+"""Per layer [pages, *page_kernels.page_shape], in the dtype of the base."""
 
 Leaf: TypeAlias = Any
 """An array of a dispatch's input: NumPy where it is packed, jax.Array inside a program."""
@@ -105,16 +106,19 @@ class _Shape(NamedTuple):
 
     queries_per_table: int
     rows_per_group: int
+    kernel: Kernel
     is_joint: bool = False
 
 
-@partial(jax.jit, static_argnames=("config", "max_steps", "is_joint"), donate_argnums=(1, 2))
-def decode(resident: Resident, k: Pool, v: Pool, lanes: Lanes, *, config: ModelConfig, max_steps: int, is_joint: bool) -> tuple[Tokens, Pool, Pool]:
-    """Sample up to max_steps tokens per lane, stopping when every lane has finished. is_joint: see `attend_rows`."""
+@partial(jax.jit, static_argnames=("config", "max_steps", "is_joint", "kernel"), donate_argnums=(1, 2))
+def decode(
+    resident: Resident, k: Pool, v: Pool, lanes: Lanes, *, config: ModelConfig, max_steps: int, is_joint: bool, kernel: Kernel
+) -> tuple[Tokens, Pool, Pool]:
+    """Sample up to max_steps tokens per lane, stopping when every lane has finished. is_joint, kernel: see `attend_rows`."""
     width = lanes.table_WP.shape[0]
     lane_W = jnp.arange(width)
     plan = plan_rows(resident.slots, lanes.slot_R)
-    shape = _Shape(queries_per_table=1, rows_per_group=LANES_PER_TILE, is_joint=is_joint)
+    shape = _Shape(queries_per_table=1, rows_per_group=LANES_PER_TILE, kernel=kernel, is_joint=is_joint)
 
     def is_running(carry: tuple[Any, ...]) -> jax.Array:
         step, _, _, remaining_W = carry[:4]
@@ -143,8 +147,10 @@ def decode(resident: Resident, k: Pool, v: Pool, lanes: Lanes, *, config: ModelC
     return carry[4], carry[5], carry[6]
 
 
-@partial(jax.jit, static_argnames=("config", "is_scored"), donate_argnums=(1, 2))
-def prefill(resident: Resident, k: Pool, v: Pool, rows: Rows, *, config: ModelConfig, is_scored: bool) -> tuple[Scores | None, Pool, Pool]:
+@partial(jax.jit, static_argnames=("config", "is_scored", "kernel"), donate_argnums=(1, 2))
+def prefill(
+    resident: Resident, k: Pool, v: Pool, rows: Rows, *, config: ModelConfig, is_scored: bool, kernel: Kernel
+) -> tuple[Scores | None, Pool, Pool]:
     """Write the K/V of every row's positions; is_scored: also find the log-probabilities of its targets, which takes the last layer and the head."""
     num_rows = rows.table_RP.shape[0]
     offset_C = jnp.arange(CHUNK)
@@ -153,7 +159,7 @@ def prefill(resident: Resident, k: Pool, v: Pool, rows: Rows, *, config: ModelCo
     page_RC = jnp.where(is_real_RC, rows.table_RP[jnp.arange(num_rows)[:, None], position_RC // PAGE], 0)
     at = _Positions(rows.id_RC.reshape(-1), position_RC.reshape(-1), page_RC.reshape(-1), rows.table_RP, num_shared_U=None)
     plan = plan_rows(resident.slots, rows.slot_R)
-    hidden_RCD, k, v = _forward(resident, k, v, at, plan, config=config, shape=_Shape(CHUNK, ROWS_PER_GROUP))
+    hidden_RCD, k, v = _forward(resident, k, v, at, plan, config=config, shape=_Shape(CHUNK, ROWS_PER_GROUP, kernel))
     return (_score(resident, hidden_RCD, rows, config) if is_scored else None), k, v
 
 
@@ -179,12 +185,15 @@ def _forward(
 
         def attention(q_RCNH: jax.Array, k_RCKH: jax.Array, v_RCKH: jax.Array, layer: int = layer) -> jax.Array:
             k_WKH, v_WKH = (x.reshape(-1, *x.shape[2:]) for x in (k_RCKH, v_RCKH))
-            new_k[layer] = new_k[layer].at[at.page_W, offset_W].set(k_WKH.astype(k[layer].dtype))
             is_finite_WKH = jnp.isfinite(v_WKH)
-            new_v[layer] = new_v[layer].at[at.page_W, offset_W].set(jnp.where(is_finite_WKH, v_WKH, 0.0).astype(v[layer].dtype))
+            if shape.kernel != Kernel.LOOPS:
+                is_finite_WKH &= jnp.isfinite(k_WKH)
+                k_WKH = jnp.where(is_finite_WKH, k_WKH, 0.0)
+            new_k[layer] = write_positions(new_k[layer], at.page_W, offset_W, k_WKH, shape.kernel)
+            new_v[layer] = write_positions(new_v[layer], at.page_W, offset_W, jnp.where(is_finite_WKH, v_WKH, 0.0), shape.kernel)
             q = q_RCNH.reshape(-1, shape.queries_per_table, *q_RCNH.shape[2:])
             keys = new_k[layer], new_v[layer], at.table
-            read = partial(attend_rows, rows_per_group=shape.rows_per_group, is_joint=shape.is_joint)
+            read = partial(attend_rows, rows_per_group=shape.rows_per_group, is_joint=shape.is_joint, kernel=shape.kernel)
             out = read(q, *keys, position_query, num_shared_U=at.num_shared_U)
             broken_W = jnp.where(is_finite_WKH.all((1, 2)), 0.0, jnp.nan)
             return out.reshape(q_RCNH.shape) + broken_W.reshape(*q_RCNH.shape[:2], 1, 1)

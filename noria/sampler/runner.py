@@ -26,6 +26,7 @@ from noria.sampler import programs
 from noria.sampler.adapters import AdapterSlots, visits_rows
 from noria.sampler.draw import Choice
 from noria.sampler.host_pages import HostPages
+from noria.sampler.page_kernels import Kernel, kernel_of, page_shape
 from noria.sampler.paged_attention import regroups_exactly
 from noria.sampler.pages import PAGE
 from noria.sampler.programs import Lanes, Pool, Resident, Rows, Scores, Tokens
@@ -51,7 +52,7 @@ IntArray: TypeAlias = npt.NDArray[np.int32]
 @dataclass(frozen=True, slots=True)
 class Shapes:
     """The closed set of shapes: one program each. lanes: decode widths, multiples of 8. rows: prefill rows, even. Both in ascending order.
-    tops: top modules (`lora.TOP_MODULES`) that the adapter slots have room for.
+    tops: top modules (`lora.TOP_MODULES`) that the adapter slots have room for. kernel: what attends when decoding, None for the device's.
 
     A lane's and a row's bits do not depend on their place in a dispatch nor on its other lanes and rows; a lane's do depend on the width, since XLA
     orders the sums of a matrix product by the product's shape. So whatever holds a deterministic run's requests has one width and one number of rows.
@@ -60,6 +61,7 @@ class Shapes:
     lanes: tuple[int, ...]
     rows: tuple[int, ...]
     tops: tuple[str, ...] = ()
+    kernel: Kernel | None = None
 
     @classmethod
     def of(cls, config: SamplerConfig, tops: tuple[str, ...] = ()) -> "Shapes":
@@ -89,14 +91,15 @@ class Runner:
         self._model = model
         self._num_steps = config.steps_per_dispatch
         self._num_table_pages = -(-config.max_context // (PAGE * BLOCK_PAGES)) * BLOCK_PAGES
-        pool_shape = (config.num_pages, PAGE, model.num_kv_heads, model.head_dim)
         dtype = base.layers[0]["k"].dtype
+        self._kernel = self.shapes.kernel or kernel_of(jax.default_backend(), model.head_dim, dtype)
+        pool_shape = (config.num_pages, *page_shape(self._kernel, model.num_kv_heads, model.head_dim))
         self._k: Pool = tuple(jnp.zeros(pool_shape, dtype) for _ in range(model.num_layers))
         self._v: Pool = tuple(jnp.zeros(pool_shape, dtype) for _ in range(model.num_layers))
         self._top = {name: array for name, array in base.stacked.items() if name != "layers"}
         self._layers = base.layers
         self._slots = AdapterSlots(model, config.num_slots, rank_classes, self.shapes.tops)
-        self._host = HostPages(model, config.host_mib, dtype)
+        self._host = HostPages(model, config.host_mib, dtype, kernel=self._kernel)
         self._used: set[tuple[str, int, int]] = set()
 
     @property
@@ -111,7 +114,12 @@ class Runner:
 
     @cached_property
     def regroups(self) -> bool:
-        """Attention may read keys for any lanes at once, and a prefix that lanes have in common once for all of them: no bit changes."""
+        """Attention may read keys for any lanes at once, and a prefix that lanes have in common once for all of them: no bit changes.
+
+        Only our own loops read so at all.
+        """
+        if self._kernel != Kernel.LOOPS:
+            return False
         heads = self._model.num_heads, self._model.num_kv_heads, self._model.head_dim
         return all(regroups_exactly(heads, width, self._k[0].dtype) for width in self.shapes.lanes)
 
@@ -182,13 +190,14 @@ class Runner:
 
     def _run_decode(self, lanes: Lanes) -> Tokens:
         self._used.add(("decode", len(lanes.id_W), len(lanes.slot_R)))
-        settings = {"config": self._model, "max_steps": self._num_steps, "is_joint": self.regroups}
+        settings = {"config": self._model, "max_steps": self._num_steps, "is_joint": self.regroups, "kernel": self._kernel}
         tokens, self._k, self._v = programs.decode(self._resident, self._k, self._v, lanes, **settings)
         return tokens
 
     def _run_prefill(self, rows: Rows, *, is_scored: bool) -> Scores | None:
         self._used.add(("prefill", len(rows.id_RC), int(is_scored)))
-        scores, self._k, self._v = programs.prefill(self._resident, self._k, self._v, rows, config=self._model, is_scored=is_scored)
+        settings = {"config": self._model, "is_scored": is_scored, "kernel": self._kernel}
+        scores, self._k, self._v = programs.prefill(self._resident, self._k, self._v, rows, **settings)
         return scores
 
     def _empty_lanes(self, width: int, lanes_per_row: int) -> Lanes:
