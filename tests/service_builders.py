@@ -5,8 +5,6 @@ import threading
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-import jax
-
 from noria.actors.load import environment_factory
 from noria.config import (
     ActorsConfig,
@@ -109,7 +107,6 @@ def server_config(state_dir: Path, **changes):
 async def serving(state_dir: Path, *runs, resume=False, **changes):
     """A server on which (config, environment class) pairs have been started."""
     async with open_server(server_config(state_dir, **changes)) as server:
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)  # the other tests of a run need the small programs too
         for config, kind in runs:
             await add(server, config, kind, resume=resume)
         yield server
