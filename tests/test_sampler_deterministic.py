@@ -226,50 +226,47 @@ def test_a_rows_delta_is_the_one_of_its_own_class_bit_for_bit(others, length, ma
             assert (new[2] != y[2]).any()
 
 
-def test_rows_are_gathered_as_long_as_their_copies_are_small_enough_and_either_way_gives_the_same():
-    """By class and input: first neither fits, then the copies of class 8, then those of class 32 too."""
+def rows_of_two_classes(seed, *shape):
+    """Slots with adapters of the classes 8 and 32, and rows of this shape that ask for them: (slots, x, y, slot_R)."""
     model = replace(tiny()[0], num_layers=1, hidden_size=576, intermediate_size=1536)
     slots, _ = random_slots(model, (8, 32), (8, 4, 20, 32))
-    rng = np.random.default_rng(3)
-    slot_R = rng.integers(0, 5, 8).astype(np.int32)
-    x, y = (rng.normal(0, 1, (8, 4, size)).astype(np.float32) for size in (576, 1536))
+    rng = np.random.default_rng(seed)
+    x, y = (rng.normal(0, 1, (*shape, size)).astype(np.float32) for size in (576, 1536))
+    return slots.arrays, x, y, rng.integers(0, 5, shape[0]).astype(np.int32)
 
-    def add(slots, x, y, slot_R, max_gathered):
-        return layer_deltas(slots, 0, plan_rows(slots, slot_R, max_gathered=max_gathered)).add(("gate", "up"), x, (y, 2 * y))
 
+def gate_and_up(slots, x, y, slot_R, max_gathered):
+    return layer_deltas(slots, 0, plan_rows(slots, slot_R, max_gathered=max_gathered)).add(("gate", "up"), x, (y, 2 * y))
+
+
+def test_rows_are_gathered_as_long_as_their_copies_are_small_enough_and_either_way_gives_the_same():
+    """By class and input: first neither fits, then the copies of class 8, then those of class 32 too."""
+    asked = rows_of_two_classes(3, 8, 4)
     copies = {width: 4 * 8 * 2 * width * (576 + 1536) for width in (8, 32)}
     found = []
     for limit, num_gathered in ((0, 0), (copies[8] - 1, 0), (copies[8], 1), (copies[32] - 1, 1), (copies[32], 2)):
-        traced = str(jax.make_jaxpr(add, static_argnums=4)(slots.arrays, x, y, slot_R, limit))
+        traced = str(jax.make_jaxpr(gate_and_up, static_argnums=4)(*asked, limit))
         assert traced.count(" cond[") == num_gathered
         assert traced.count(" while[") == 2 - num_gathered
-        found.append(jax.jit(add, static_argnums=4)(slots.arrays, x, y, slot_R, limit))
+        found.append(jax.jit(gate_and_up, static_argnums=4)(*asked, limit))
     for each in found[1:]:
         for one, other in zip(found[0], each, strict=True):
             np.testing.assert_allclose(one, other, atol=1e-5)
 
 
 def test_a_gathered_row_has_the_same_bits_among_four_and_among_sixteen():
-    model = replace(tiny()[0], num_layers=1, hidden_size=576, intermediate_size=1536)
-    slots, _ = random_slots(model, (8, 32), (8, 4, 20, 32))
-    rng = np.random.default_rng(4)
-    slot_R = rng.integers(0, 5, 16).astype(np.int32)
-    x, y = (rng.normal(0, 1, (16, 32, size)).astype(np.float32) for size in (576, 1536))
-    add = jax.jit(lambda slots, x, y, slot_R: layer_deltas(slots, 0, plan_rows(slots, slot_R, max_gathered=2**30)).add(("gate", "up"), x, (y, 2 * y)))
-    for wide, narrow in zip(add(slots.arrays, x, y, slot_R), add(slots.arrays, x[:4], y[:4], slot_R[:4]), strict=True):
+    slots, *rows = rows_of_two_classes(4, 16, 32)
+    add = jax.jit(gate_and_up, static_argnums=4)
+    for wide, narrow in zip(add(slots, *rows, 2**30), add(slots, *(each[:4] for each in rows), 2**30), strict=True):
         assert np.asarray(wide)[:4].tobytes() == np.asarray(narrow).tobytes()
 
 
 def test_a_lane_has_the_same_bits_in_a_row_of_its_own_and_beside_others_wherever_it_is():
-    model = replace(tiny()[0], num_layers=1, hidden_size=576, intermediate_size=1536)
-    slots, _ = random_slots(model, (8, 32), (8, 4, 20, 32))
-    rng = np.random.default_rng(2)
-    x, y = (rng.normal(0, 1, (16, 1, size)).astype(np.float32) for size in (576, 1536))
-    add = jax.jit(lambda slots, x, y, slot_R: layer_deltas(slots, 0, plan_rows(slots, slot_R, max_gathered=0)).add(("gate", "up"), x, (y, 2 * y)))
-    slot_R = rng.integers(0, 5, 16).astype(np.int32)
-    found, order = add(slots.arrays, x, y, slot_R), rng.permutation(16)
-    moved = add(slots.arrays, x[order], y[order], slot_R[order])
-    only = add(slots.arrays, x, y, np.where(np.arange(16) == 3, slot_R, 0).astype(np.int32))
+    slots, x, y, slot_R = rows_of_two_classes(2, 16, 1)
+    add = jax.jit(gate_and_up, static_argnums=4)
+    found, order = add(slots, x, y, slot_R, 0), np.random.default_rng(2).permutation(16)
+    moved = add(slots, x[order], y[order], slot_R[order], 0)
+    only = add(slots, x, y, np.where(np.arange(16) == 3, slot_R, 0).astype(np.int32), 0)
     for one, two, three in zip(found, moved, only, strict=True):
         assert np.asarray(one)[order].tobytes() == np.asarray(two).tobytes()
         assert np.asarray(one)[3].tobytes() == np.asarray(three)[3].tobytes()

@@ -79,7 +79,7 @@ def stops(texts: tuple[str, ...], tokenizer: Tokenizer) -> tuple[Ids, tuple[str,
         token_id = _only_id(text, tokenizer)
         if token_id is not None:
             ids.append(token_id)
-        if token_id is None or tokenizer.decode((token_id, token_id)):
+        if token_id is None or tokenizer.decode((token_id, token_id)):  # twice: some vocabularies drop a first space, and with it a text of one
             spelled.append(text)
     return tuple(dict.fromkeys(ids)), tuple(dict.fromkeys(spelled))
 

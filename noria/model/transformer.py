@@ -8,6 +8,7 @@ This module deliberately knows neither masks, nor pages, nor losses: attention i
 """
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, TypeAlias
 
 import jax
@@ -80,9 +81,10 @@ def _base_product_forward(x_WI: jax.Array, weight_IO: jax.Array) -> tuple[jax.Ar
 def _base_product_backward(kept: tuple[jax.Array, jax.Array], d_WO: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Of x, and of the weight, which nobody asks for while the base is frozen, and which then costs nothing."""
     x_WI, weight_IO = kept
-    d_WO, precision = d_WO.astype(weight_IO.dtype), precision_of(weight_IO)
-    d_x_WI = jax.lax.dot_general(d_WO, weight_IO, (((1,), (1,)), ((), ())), precision=precision, preferred_element_type=jnp.float32)
-    d_weight_IO = jax.lax.dot_general(x_WI.astype(d_WO.dtype), d_WO, (((0,), (0,)), ((), ())), precision=precision)
+    d_WO = d_WO.astype(weight_IO.dtype)
+    product = partial(jax.lax.dot_general, precision=precision_of(weight_IO), preferred_element_type=jnp.float32)
+    d_x_WI = product(d_WO, weight_IO, (((1,), (1,)), ((), ())))
+    d_weight_IO = product(x_WI.astype(weight_IO.dtype), d_WO, (((0,), (0,)), ((), ())))
     return d_x_WI.astype(x_WI.dtype), d_weight_IO.astype(weight_IO.dtype)
 
 
